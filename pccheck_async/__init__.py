@@ -2,14 +2,14 @@
 """Asyncio-native checkpoint engine for PyTorch.
 
 Saves the state of a training job every few steps while training goes on, and always leaves one whole, verified
-checkpoint. Nothing is imported before it is used.
+checkpoint. Its modules are imported at their first use.
 
 Saving: :class:`CheckpointEngine` (``async with``) and :class:`SyncCheckpointEngine` (``with``) have the same verbs.
 ``checkpoint`` returns a :class:`PendingCheckpoint` when the state is captured and may change; awaited, that gives the
 :class:`CheckpointInfo` of a durable checkpoint. ``step`` brackets a training step and saves when a :class:`Policy`
-decides so, ``attach`` makes captures overlap with training, ``restore`` fills a live state. :class:`Keep` has rules for
-what stays, :class:`StorageOptions` how bytes get to the storage, :class:`MemoryTier` keeps the newest in memory, too,
-:class:`Drain` copies them to object storage, and :class:`Group` is the ranks that save together.
+decides so, ``attach`` makes captures overlap with training, ``restore`` fills a live state. :class:`Keep` has the
+rules by which checkpoints are kept, :class:`StorageOptions` has the settings of I/O, :class:`MemoryTier` also keeps the
+newest checkpoints in memory, :class:`Drain` copies them to object storage, :class:`Group` has the ranks that save.
 
 Reading, without an engine and beside a running one: :func:`list_checkpoints`, :func:`load`, :func:`load_sync`,
 :func:`open_checkpoint` for single tensors.
@@ -161,7 +161,7 @@ _MOVED = {
     "import_checkpoint": "stores.import_",
     "read_tuning": "stores.read_tuning",
 }
-"""Names of 0.1, and where they are now."""
+"""Public names of version 0.1 that moved: each with its present module and name."""
 
 
 def __getattr__(name: str) -> Any:

@@ -8,7 +8,7 @@ import sys
 
 
 def main() -> None:
-    """Run the command. A Ctrl-C ends it with status 130 and no traceback, also while it is being imported."""
+    """Run the command. Ctrl-C ends it with status 130 and without a traceback, also during its imports."""
     try:
         from pccheck_async.cli import main as run
 

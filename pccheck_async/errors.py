@@ -36,7 +36,7 @@ def plain(path: str) -> str:
 
 
 def readable(paths: Iterable[str]) -> list[str]:
-    """Return paths as users know them, without their escapes, but for those that another one would be mistaken for."""
+    """Return paths without their escapes, except those that would then be equal to another of the paths."""
     escaped = [*paths]
     if not any("\\" in path for path in escaped):
         return escaped
@@ -49,7 +49,7 @@ def readable(paths: Iterable[str]) -> list[str]:
 
 
 def explained(message: str) -> str:
-    r"""Return a message, with an explanation of ``\.`` if a path in it has that."""
+    r"""Return a message, followed by an explanation of ``\.`` if a path in the message contains ``\.``."""
     return message if r"\." not in message or _EXPLANATION in message else message + _EXPLANATION
 
 
@@ -59,12 +59,12 @@ def first_few(names: Sequence[object], most: int = 20) -> str:
 
 
 def in_shell(command: str, path: str | os.PathLike[str], *options: str) -> str:
-    """Return a command of ``pccheck`` on a folder, for a message; as a shell takes it."""
+    """Return a ``pccheck`` command line for a folder, quoted for a shell and in backticks, for a message."""
     return f"`pccheck {shlex.join([command, os.fspath(path), *options])}`"
 
 
 _LISTED = 5
-"""About how many paths the text of a mismatch names."""
+"""Approximate number of paths that the text of a StateMismatchError names."""
 
 
 def _some(names: Sequence[str], most: int) -> str:
@@ -81,7 +81,7 @@ class CheckpointError(Exception):
 
 
 class _PathError(CheckpointError):
-    """Names leaves by their paths, without escapes unless these are explained: two names are alike without them."""
+    """An error whose message names leaves by their paths; escapes are removed unless the message explains them."""
 
     def __init__(self, message: str = "") -> None:
         super().__init__(message if _EXPLANATION in message else message.replace(r"\.", "."))
@@ -96,7 +96,7 @@ class DurabilityUnknownError(WriteError):
 
     @classmethod
     def of(cls, error: OSError) -> Self:
-        """Return it with the arguments of the error that is its cause."""
+        """Return a DurabilityUnknownError with the arguments and the file name of ``error``, its cause."""
         unknown = cls(*error.args)
         unknown.filename = error.filename
         return unknown
@@ -115,7 +115,7 @@ class CorruptStoreError(StoreError):
 
 
 class DamagedError(CorruptStoreError):
-    """Bytes of a checkpoint fail their checksum, or are gone: an older one is restored, the next commit drops it."""
+    """Bytes of a checkpoint are missing or fail their checksum: an older one is restored, the next commit drops it."""
 
 
 class NewerFormatError(CorruptStoreError):
@@ -154,19 +154,19 @@ class StateMismatchError(_PathError, ValueError):
     Attributes:
         missing: Paths the state has and the checkpoint lacks.
         unexpected: Paths the checkpoint has and the state lacks.
-        mismatched: Paths both have with another shape, dtype, type or arguments, each with what was found.
+        mismatched: Paths both have, but with different shapes, dtypes, types or arguments; each with what was found.
 
     Args:
-        message: The text in place of a list of the three.
-        missing: See above.
-        unexpected: See above.
-        mismatched: See above.
-        cause: What the difference looks like.
-        advice: What to do about it.
+        message: Text in place of the lists of paths.
+        missing: The attribute, as paths with their escapes.
+        unexpected: The attribute, as paths with their escapes.
+        mismatched: The attribute, as paths with their escapes.
+        cause: The probable reason of the difference, for the text.
+        advice: A remedy, for the text.
     """
 
     parts_unseen = False
-    """Whether parts of the checkpoint that cannot be read here may be what is missing."""
+    """Whether the missing tensors may lie in parts of the checkpoint that cannot be read here."""
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class StateMismatchError(_PathError, ValueError):
         super().__init__(self.with_advice(advice))
 
     def with_advice(self, advice: str) -> str:
-        """Return the text with other advice: that of ``restore`` is for code that calls it."""
+        """Return the text with ``advice`` in place of the error's own, which is for code that calls ``restore``."""
         if self._said:
             return f"{self._said}; {advice}" if advice else self._said
         lists = {
@@ -214,7 +214,7 @@ class TornCaptureError(_PathError):
         "move code that trains it into the engine.step block, and call engine.wait_captured() before that code, or "
         "checkpoint with overlap=False"
     )
-    """The remedy where code changes what no optimizer's step does."""
+    """Advice for a state that was changed by other code than an optimizer's step."""
 
     def __init__(self, message: str, *, paths: Sequence[str] = ()) -> None:
         super().__init__(message)
@@ -222,7 +222,7 @@ class TornCaptureError(_PathError):
 
 
 class InfeasibleError(CheckpointError, ValueError):
-    """No settings fit the machine; the message names the lack and a remedy.
+    """No settings fit the machine; the message names the resource that is short, and a remedy.
 
     Attributes:
         constraints: The limits that were reached: "storage", "memory", "cpu" or "record".
@@ -245,18 +245,18 @@ class GroupError(CheckpointError):
 
 
 class ReplicasDifferError(GroupError):
-    """Ranks differ in tensors that they are believed to have alike (replicas): this checkpoint is aborted.
+    """Ranks differ in tensors that were taken for replicas, equal on all ranks: this checkpoint is aborted.
 
-    In the next checkpoint each rank saves its own tensors. Only a caller that waits for this one gets the error; a run
-    goes on, with a warning in the log.
+    In the next checkpoint each rank saves its own tensors. Only a caller that waits for the aborted checkpoint gets the
+    error; the run goes on, with a warning in the log.
     """
 
 
 class IncompleteCheckpointError(NoCheckpointError, GroupError):
-    """Parts of a checkpoint that may be complete are out of reach: names the ranks and hosts that lack them.
+    """Parts of a checkpoint cannot be reached, though it may be complete; the message names the ranks and hosts.
 
     Attributes:
-        unasked: Only one rank's part was asked for: the others were not looked for, and may be whole.
+        unasked: Whether only one rank's part was requested: the other parts were not searched for, and may be whole.
     """
 
     unasked = False
@@ -291,13 +291,16 @@ def _advised(error: OSError, path: str | os.PathLike[str]) -> str:
 
 
 def _closed_folder(path: Path) -> Path | None:
-    """Return the outermost folder on the way to a path that this process may not enter, or list if it is the path."""
+    """Return the outermost folder of a path, itself included, that this process may not enter; None for none.
+
+    The path itself, if it is a folder, must be readable, too.
+    """
     wanted = [(folder, os.X_OK) for folder in reversed(path.parents)] + [(path, os.R_OK | os.X_OK)]
     return next((each for each, mode in wanted if os.path.isdir(each) and not os.access(each, mode)), None)
 
 
 def lock_error(error: OSError) -> OSError:
-    """Return the error of ``flock`` with what to do if the filesystem has none."""
+    """Return the error of a failed ``flock``, with advice in its text if the filesystem has no locks."""
     if error.errno not in _NO_LOCKS:
         return error
     text = (
@@ -308,14 +311,14 @@ def lock_error(error: OSError) -> OSError:
 
 
 def machine_error(error: OSError | RuntimeError, what: str) -> ReadError:
-    """Return the ReadError for a thread or event loop (``what``) that could not be started; it blames the machine."""
+    """Return the ReadError for a thread or event loop (``what``) that could not be started, with the limit to raise."""
     number = error.errno if isinstance(error, OSError) and error.errno is not None else _errno.EAGAIN
     todo = _ADVICE.get(number, "see ulimit -u and the cgroup's pids.max")
     return ReadError(number, f"{what} cannot be started ({getattr(error, 'strerror', None) or error}); {todo}")
 
 
 def folder_error(error: OSError, path: str | os.PathLike[str]) -> WriteError:
-    """Map the ``OSError`` of a store's folder that cannot be made or opened; names what is in the way."""
+    """Map the ``OSError`` of a store's folder that cannot be made or opened to a WriteError with reason and remedy."""
     why, use = error.strerror or str(error), "use a folder that this process may write"
     if error.errno in _ADVICE:
         use = _ADVICE[error.errno]
@@ -331,17 +334,17 @@ def folder_error(error: OSError, path: str | os.PathLike[str]) -> WriteError:
 
 
 def is_exhausted(error: BaseException) -> bool:
-    """Whether a system call lacked descriptors or memory: the bytes stored may be whole."""
+    """Whether a system call failed for want of descriptors or memory, which says nothing about the stored bytes."""
     return isinstance(error, OSError) and error.errno in (_errno.EMFILE, _errno.ENFILE, _errno.ENOMEM)
 
 
 def is_forbidden(error: BaseException) -> bool:
-    """Whether a system call failed because this process may not do that."""
+    """Whether a system call failed because this process lacks a permission."""
     return isinstance(error, OSError) and error.errno in (_errno.EACCES, _errno.EPERM)
 
 
 def is_read_only(error: BaseException) -> bool:
-    """Whether a file could not be opened for writing as its filesystem is mounted read-only."""
+    """Whether a file could not be opened for writing because its filesystem is mounted read-only."""
     return isinstance(error, OSError) and error.errno == _errno.EROFS
 
 

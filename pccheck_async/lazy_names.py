@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of a module that are imported at their first use: ``--help`` need not wait a second for torch."""
+"""Imports of a module's public names at their first use, so that ``--help`` need not wait a second for torch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["importer"]
 
 
 def importer(module: str, names: dict[str, Any], homes: Mapping[str, Mapping[str, str]]) -> Callable[[str], Any]:
-    """Return the ``__getattr__`` of ``module``.
+    """Return a ``__getattr__`` for ``module`` that imports public names at their first use.
 
     Args:
-        module: Its full name.
-        names: Its globals: a name is imported once.
-        homes: By room of the package, the names it gives, each with the public one.
+        module: The full name of the module.
+        names: The globals of the module, to which imported values are added.
+        homes: For each subpackage, the names to import from it, each with its public name.
     """
     sources = {public: (room, name) for room, each in homes.items() for name, public in each.items()}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a training step saves: policies that come with the package, and the reports and decisions of one of your own."""
+"""Policies, which decide when a training step saves, and the classes that a policy of your own needs."""
 
 from __future__ import annotations
 

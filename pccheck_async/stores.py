@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looking after stores and the folders of groups, without an engine, as the command ``pccheck`` does.
+"""Maintenance of stores and of the folders of groups, without an engine: the functions behind the command ``pccheck``.
 
 Functions that only read are safe beside a running trainer; the others say what they need. ``import_`` ends in an
-underscore because ``import`` is a word of Python.
+underscore because ``import`` is a keyword of Python.
 """
 
 from __future__ import annotations

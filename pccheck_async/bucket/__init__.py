@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Object storage as a place for committed checkpoints: copied there from a store, and read back by its readers.
 
-It may import ``store`` and the rooms below; no engine. ``names``, ``record`` and ``protocol`` are pure; ``objects`` is
-the interface to object storage, ``owner`` the order of the requests of one writer. obstore is imported when the first
+It may import ``store`` and lower layers, but no engine. ``names``, ``record`` and ``protocol`` do no I/O; ``objects``
+is the interface to object storage, ``owner`` orders the requests of one writer. obstore is imported when the first
 bucket is opened.
 """
 

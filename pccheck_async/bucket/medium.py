@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A bucket as a medium: its commits look like a store of one process, so the readers of stores read them, unchanged.
 
-There is no such folder. ``store.json`` and ``commit`` are made up at each look, of the newest record and what counts by
-it; ``slot-007`` is commit 7: its payload lies in data objects, its manifest in the index. Nothing is locked: what is
-missing, or what is read of a commit that does not count any more, was replaced meanwhile, and the reader looks again.
+No such folder exists. ``store.json`` and ``commit`` are generated at each read, from the newest record and the live
+commits, which it names; ``slot-007`` is commit 7: its payload lies in data objects, its manifest in the index. Nothing
+is locked: if an object is missing and its commit is not live any more, it was replaced, and the reader starts again.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from pccheck_async.transfer import Tasks
 __all__ = ["BucketMedium"]
 
 _LOOKS = 5
-"""Times that the newest record is superseded and deleted before it is read."""
+"""Attempts to read the newest record, which may be superseded and deleted before it is read."""
 
 
 class BucketMedium(Medium):
-    """The commits of a bucket, read-only. Errors of the store itself are RefusedError.
+    """The commits of a bucket, read-only. Requests that the object store refuses raise RefusedError.
 
     Attributes:
-        line: That of the newest record, as of the last look.
+        line: The line of the newest record, as of the last :meth:`look`.
     """
 
     def __init__(self, objects: Objects) -> None:
@@ -63,12 +63,12 @@ class BucketMedium(Medium):
         self._slots: dict[File, tuple[PartIndex, list[int], Kept]] = {}  # that are open, with the starts of objects
         self._store_id = hashlib.sha256(objects.url.encode()).hexdigest()[:32]
 
-    # -- what counts
+    # -- live commits
 
     async def look(self) -> tuple[int, list[tuple[Kept, CommitRecord]]]:
-        """Return the newest number, 0 for none, and the commits that count, newest first.
+        """Return the newest record's number, 0 for none, and the live commits whose records can be read, newest first.
 
-        Raises CorruptStoreError: the newest record is damaged; ReadError, RefusedError.
+        Also sets :attr:`line`. Raises CorruptStoreError: the newest record is damaged; ReadError, RefusedError.
         """
         for _ in range(_LOOKS):
             number = protocol.listing_of(await self.objects.list(COMMITS)).newest
@@ -92,7 +92,7 @@ class BucketMedium(Medium):
         return known
 
     async def _kept(self, kept: Kept) -> CommitRecord | None:
-        """Return the record of a commit that counts; None if it is gone, damaged, or another one lies there."""
+        """Return the record of a live commit; None if it is missing, damaged, or replaced by another one."""
         if kept in self._records:
             return self._records[kept]
         try:
@@ -104,11 +104,14 @@ class BucketMedium(Medium):
 
     @property
     def counting(self) -> list[int]:
-        """The numbers of the commits that count, as of the last look at the records."""
+        """The numbers of the live commits, as of the last read of ``commit``, ``store.json`` or the names."""
         return [*self._now]
 
     async def _record(self) -> Record | None:
-        """Return a record as a store of one process has it; None if there is no commit at all."""
+        """Return the live commits as the record of a store of one process; None if there is no commit at all.
+
+        Raises CorruptStoreError if one is a group's, and the errors of :meth:`look`.
+        """
         number, found = await self.look()
         entries, self._now = list[Entry](), {}
         for kept, record in found:
@@ -137,7 +140,7 @@ class BucketMedium(Medium):
                 data[offset : offset + len(encoded)] = encoded
         return bytes(data)
 
-    # -- the verbs of readers
+    # -- methods for readers
 
     async def prepare(self, *, create: bool) -> MediumFacts:
         return MediumFacts(1, 1, direct=False, why=f"objects in {self.objects.url}")
@@ -198,11 +201,11 @@ class BucketMedium(Medium):
         return len(data)
 
     def objects_of(self, file: File) -> tuple[tuple[str, int], ...]:
-        """Return the names of the data objects of an open commit, with their bytes."""
+        """Return name and size in bytes of each data object of an open commit."""
         return self._slots[file][0].objects
 
     async def lost(self, file: File, why: str) -> DamagedError | ReadError:
-        """Return the error for an object of an open commit that is missing: damage only if that still counts."""
+        """Return the error for a missing object of an open commit: DamagedError if it is still live, else ReadError."""
         return await self._lost(self._slots[file][2], why)
 
     async def _lost(self, kept: Kept, why: str) -> DamagedError | ReadError:
@@ -231,7 +234,7 @@ class BucketMedium(Medium):
         why = f"objects in {self.objects.url}"
         return MediumStatistics("obstore", False, why, stages["write"], stages["read"], stages["flush"])
 
-    # -- those of writers
+    # -- methods for writers: all refuse
 
     def _refuse(self) -> NoReturn:
         raise WriteError(

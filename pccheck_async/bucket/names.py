@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names of objects in a bucket. No name refers to its own place, so a prefix may be copied as a whole.
+"""The names of objects in a bucket. They are relative to the prefix, which may be copied as a whole.
 
 ::
 
@@ -36,7 +36,7 @@ class DataName(NamedTuple):
     """The parts of a data object's name."""
 
     target: int
-    """The number of the commit that it was first uploaded for."""
+    """The number of the commit that the object was first uploaded for."""
     rank: int
     number: int
     digest: str
@@ -56,7 +56,7 @@ def commit_number(key: str) -> int | None:
 
 
 def data_prefix(target: int) -> str:
-    """Return how the names of the objects begin that are uploaded for a commit."""
+    """Return the prefix of the names of data objects that are uploaded for the commit with the number ``target``."""
     return f"{DATA}{target:09d}/"
 
 
@@ -80,6 +80,6 @@ def digest(data: bytes | bytearray | memoryview) -> str:
 
 
 def found_again(objects: Mapping[str, int], rank: int) -> dict[tuple[str, int], str]:
-    """Return the names of a rank's data objects by digest and size in bytes."""
+    """Return the names of a rank's data objects among ``objects``, by digest and size in bytes."""
     names = ((data_name(key), nbytes, key) for key, nbytes in objects.items())
     return {(name.digest, nbytes): key for name, nbytes, key in names if name is not None and name.rank == rank}

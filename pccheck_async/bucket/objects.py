@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface to an object store: seven requests, whose deadlines and retries are here and nowhere else.
+"""The interface to an object store: six requests, with all their deadlines and retries.
 
 :class:`Objects` is the interface. :class:`.obstore_objects.ObstoreObjects` sends one request for each call;
-:class:`Patient`, around it, repeats those that failed and may succeed, and ends each within its deadline.
+:class:`Patient`, which wraps it, repeats failed requests that may succeed, and ends each call within its deadline.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ Data: TypeAlias = bytes | memoryview
 
 
 class RefusedError(StoreError):
-    """A request that will be refused again: no bucket, no permission, a wrong option. The text says what to do."""
+    """The object store refuses a request, and would again: no bucket, no permission, a wrong option; with a remedy."""
 
 
 class MissingObjectError(Exception):
-    """There is no object of this name, or it is shorter than what is read of it."""
+    """There is no object of this name, it is shorter than the range to be read, or longer than is allowed."""
 
 
 class Objects(ABC):
     """The objects under one prefix. Names are relative to it.
 
-    Every method may raise RefusedError; ReadError, or WriteError of those that change something: the request failed, or
-    was not answered. Then it may still be applied, at any later time.
+    Every method may raise RefusedError, and ReadError (methods that change something: WriteError) if the request failed
+    or was not answered. A request that was not answered may still be applied, at any later time.
 
     Attributes:
-        url: For messages; without credentials.
+        url: The location for messages, without credentials.
     """
 
     url: str
 
     @abstractmethod
     async def put(self, key: str, data: Data) -> None:
-        """Write an object, over one of this name, in one request. ``data`` stays as it is until nobody refers to it."""
+        """Write an object in one request, over any of this name. ``data`` must not change while it is referred to."""
 
     @abstractmethod
     async def create(self, key: str, data: bytes) -> bool:
@@ -60,11 +60,11 @@ class Objects(ABC):
 
     @abstractmethod
     async def list(self, prefix: str, after: str = "") -> Sequence[tuple[str, int]]:
-        """Return the names that begin so and sort behind ``after``, with the bytes of each object."""
+        """Return the names that begin with ``prefix`` and sort after ``after``, each with the size in bytes."""
 
     @abstractmethod
     async def delete(self, keys: Collection[str]) -> None:
-        """Delete objects; those that are not there count as deleted."""
+        """Delete objects; names without an object are ignored."""
 
     @abstractmethod
     async def pause(self, attempt: int) -> None:
@@ -72,21 +72,21 @@ class Objects(ABC):
 
 
 _ANSWER_SECONDS: Final = 10.0
-"""For which a request that carries little may go unanswered until it is sent again."""
+"""Seconds that a small request may go unanswered before it is sent again."""
 _LITTLE: Final = 1 << 20
-"""Bytes. One that carries more, over a slow network, has all the time until the deadline."""
+"""Most bytes that a small request carries; a larger one, over a slow network, has all the time until the deadline."""
 
 
 class Patient(Objects):
     """Repeats requests that failed, after a growing and random pause, until their deadline.
 
-    Creating is not repeated here: whether an unanswered one was applied decides what to do
+    :meth:`create` sends one request only: the caller must find out whether an unanswered one was applied
     (:meth:`.owner.Owner.settle`).
 
     Args:
-        objects: Sends them.
+        objects: Sends the requests.
         deadline: Seconds for a whole call, its repetitions included.
-        pause: Seconds of the first pause at the most; each further one is twice as long, up to 5 s.
+        pause: Half of the longest first pause in seconds; each further pause is twice as long, up to 5 s.
     """
 
     def __init__(self, objects: Objects, deadline: float = 60.0, pause: float = 0.2) -> None:
@@ -128,7 +128,10 @@ class Patient(Objects):
         nbytes: int | None,
         most: int = 1000,
     ) -> T:
-        """Send a request until it is answered; ``nbytes``: that it carries, None: not known."""
+        """Send a request until it succeeds, at most ``most`` times and until the deadline; return the result.
+
+        ``nbytes`` is the number of bytes that it carries, None if unknown. Raises ``kind`` if no request succeeded.
+        """
         clock = asyncio.get_running_loop().time
         end = clock() + self.deadline
         attempt = 0

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects by obstore: S3, GCS, Azure, a local folder, memory. It is imported when the first store is opened.
+"""Objects through the library obstore: S3, GCS, Azure, a local folder, memory. Imported when a store is first opened.
 
-Errors name what to do and never carry the library's text, in which addresses with signatures may be.
+Errors contain a remedy, and never the library's text, in which addresses with signatures may be.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pccheck_async.errors import NoCheckpointError, ReadError, WriteError
 __all__ = ["Location", "ObstoreObjects", "is_location", "open_objects", "shown"]
 
 Location: TypeAlias = Any
-"""A URL (``s3://bucket/run``), or a store of obstore's."""
+"""A URL (``s3://bucket/run``), or an obstore store object."""
 _SCHEMES: Final = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "file")
 _CLIENT_OPTIONS: Final = frozenset((
     "allow_http", "allow_invalid_certificates", "connect_timeout", "default_content_type", "default_headers",
@@ -32,7 +32,7 @@ _CLIENT_OPTIONS: Final = frozenset((
 _LIST_PAGE: Final = 1000
 _STATUS = re.compile(r"status code: (\d{3})")
 _REASON = re.compile(r"in [\d.]+\S{1,2} - ([^\n=?]{1,80})$", re.MULTILINE)
-"""Of an error without an answer; no address, in which there may be a signature."""
+"""Finds the reason in the text of an error without an answer; excludes addresses, which may contain a signature."""
 _CODE = re.compile(r"<Code>(\w{1,60})</Code>")
 _NO_CREDENTIALS: Final = (
     "no credentials were found: set those of the provider in the environment (AWS_ACCESS_KEY_ID and "
@@ -57,14 +57,14 @@ _ADVICE: Final = {
 
 
 def is_location(path: object) -> bool:
-    """Whether this is a place for objects: a URL, or a store of obstore's."""
+    """Whether ``path`` is a location of objects: a URL, or an obstore store object."""
     if isinstance(path, (str, os.PathLike)):
         return "://" in os.fspath(path) if isinstance(os.fspath(path), str) else False
     return type(path).__module__.partition(".")[0] == "obstore"
 
 
 def shown(location: Location) -> str:
-    """Return a place for messages, without a password or a query in its URL."""
+    """Return the text of a location for messages, without a password or a query in its URL."""
     if not isinstance(location, (str, os.PathLike)):
         return f"a {type(location).__name__}"  # in its repr there may be a password
     parts = urlsplit(os.fspath(location))
@@ -75,14 +75,14 @@ def shown(location: Location) -> str:
 def open_objects(
     location: Location, options: Mapping[str, Any] | None = None, *, deadline: float = 60.0, writes: bool = False
 ) -> Objects:
-    """Return the objects at a URL; the environment has what ``options`` do not give.
+    """Return the objects at a location; options that are not given are taken from the environment.
 
     Args:
-        location: ``s3://bucket/prefix``, ``gs://``, ``az://``, ``file:///folder``, or a store of obstore's, which has
-            its own options.
-        options: Of obstore, by name: those of the provider and those of the HTTP client.
+        location: ``s3://bucket/prefix``, ``gs://``, ``az://``, ``file:///folder``, or an obstore store object, which
+            has its own options.
+        options: Options of obstore by name, for the provider and for the HTTP client.
         deadline: Seconds for each request, repetitions included.
-        writes: Make the folder of a ``file://`` URL, if there is none.
+        writes: Whether to make the folder of a ``file://`` URL if there is none.
 
     Raises:
         RefusedError: obstore or xxhash is not installed, or the URL or an option is wrong.
@@ -131,11 +131,11 @@ def open_objects(
 
 
 _used_in: set[int] = set()
-"""Processes: this one, once it has used obstore, and those that it was forked from by then."""
+"""Ids of processes that have used obstore: this one, and those it was forked from after they did."""
 
 
 def check_process() -> None:
-    """Raise RefusedError in a fork of a process that used obstore: its threads are not here, nothing would answer."""
+    """Raise RefusedError in a fork of a process that used obstore: without its threads no request is ever answered."""
     if _used_in - {os.getpid()}:
         raise RefusedError(
             "this process was forked from one that uses object storage, whose threads it does not have: start it by "
@@ -144,7 +144,7 @@ def check_process() -> None:
 
 
 class ObstoreObjects(Objects):
-    """The objects of one store of obstore's: each call is one request, of LIST one for each thousand names."""
+    """The objects of one obstore store. Each call is one request; :meth:`list` sends one for each thousand names."""
 
     def __init__(self, store: Any, url: str) -> None:
         import obstore
@@ -154,7 +154,7 @@ class ObstoreObjects(Objects):
         _used_in.add(os.getpid())
 
     def _error(self, error: Exception, kind: type[ReadError | WriteError]) -> Exception:
-        """Return the error to raise for one of the library's, without its text."""
+        """Convert an error of the library to the error to raise, which does not contain the library's text."""
         text = str(error)
         status, code = _STATUS.search(text), _CODE.search(text)
         name = code[1] if code else ""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run's ownership of a prefix: taking it over, commits, and the deletion of what does not count any more.
+"""One run's ownership of a prefix: taking it over, commits, and the deletion of objects that no live commit needs.
 
-The order of the requests is here, what follows from their answers in :mod:`.protocol`, whose rules the comments name.
-Nothing but requests is awaited, so the tests play every order of two runs' requests, late and lost ones among them, and
-replace the steps by wrong ones. A run has one owner, and calls one method at a time.
+This module orders the requests; :mod:`.protocol` decides by their answers, and comments here name its rules. Nothing
+but requests is awaited, so the tests play every order of two runs' requests, late and lost ones among them, and replace
+the steps by wrong ones. A run has one owner, and calls one method at a time.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from pccheck_async.format import Line
 __all__ = ["Owner", "read_commit", "read_index"]
 
 _MOST_LOSSES = 20
-"""Times that other runs take the number first, before taking over is given up."""
+"""Attempts at taking over, in each of which another run takes the number first, before it is given up."""
 _MOST_ATTEMPTS = 6
-"""Times that one record is sent."""
+"""Most times that one record is sent."""
 
 
 async def read_commit(objects: Objects, number: int) -> CommitRecord | None:
@@ -62,22 +62,23 @@ async def read_index(objects: Objects, part: PartName) -> PartIndex:
 
 
 class Owner:
-    """The run that may write under a prefix, from :meth:`take_over` on, and until another one does that.
+    """The run that may write under a prefix, from :meth:`take_over` until another run takes it over.
 
     Args:
-        objects: Those under the prefix.
-        store: The id of the store that it copies from.
-        keep_last: How many checkpoints count at the most.
+        objects: The objects under the prefix.
+        store: The id of the store that the run copies from.
+        keep_last: Most checkpoints that stay committed.
+        run: The id of the run; random by default.
 
     Attributes:
-        run: 16 random bytes.
+        run: The id of the run, 16 random bytes.
         base: The number of this run's newest record; 0 before :meth:`take_over`.
-        now: What counts, newest first.
-        records: Of these the records that could be read.
-        spare: Targets whose data this run may still name.
-        adoptable: Those data objects, with their bytes.
-        line: Of the store, for the next record.
-        line_there: That of the newest record when this run took over, which its fence has, too.
+        now: The live commits, newest first.
+        records: The records of :attr:`now` that could be read.
+        spare: Numbers of commits whose uploaded data this run may still use, so that they are not deleted.
+        adoptable: Data objects that were uploaded for :attr:`spare`, with their sizes in bytes.
+        line: The line of the store, for the next record.
+        line_there: The line of the newest record when this run took over; the run's fence has it, too.
     """
 
     def __init__(self, objects: Objects, store: bytes, keep_last: int, run: bytes | None = None) -> None:
@@ -95,7 +96,7 @@ class Owner:
 
     @property
     def target(self) -> int:
-        """The number that the next commit gets, if no other run takes it: the target of its data."""
+        """The number that the next commit gets unless another run takes it; its data objects are named by it."""
         return self.base + 1
 
     def _record(self, keep: Sequence[Kept], parts: Sequence[PartName] = (), spare: Sequence[int] = ()) -> CommitRecord:
@@ -106,13 +107,13 @@ class Owner:
     # -- taking over
 
     async def take_over(self, *, empty: bool = False) -> None:
-        """Make this run the owner (B3): from now on no other one commits there. ``empty``: only if nothing is there.
+        """Make this run the owner (B3): from now on no other run commits. ``empty``: refuse a prefix with objects.
 
-        Besides it finds out whether the store keeps preconditions, and lists what was just written.
+        Also checks that the store keeps preconditions and lists what was just written, and reads the live records.
 
         Raises:
             StoreLockedError: other runs are taking it over all the time, or one did a moment ago.
-            RefusedError: the store does not keep preconditions, or shows old lists; or something is there.
+            RefusedError: the store does not keep preconditions, or shows old lists; or the prefix is not empty.
             CorruptStoreError: the newest record is damaged; ReadError, WriteError.
         """
         overtaken = 0
@@ -145,7 +146,7 @@ class Owner:
         return await read_commit(self.objects, listing.newest) if listing.commits else None
 
     async def _overtaken(self, number: int, fence: CommitRecord) -> bool:
-        """Return whether there is a record above the fence, and find out whether the store can be trusted.
+        """Return whether there is a record above the fence. Raises RefusedError if the store cannot be trusted.
 
         The fence is created once more, with the same bytes: a store that takes it for new would let two runs commit.
         """
@@ -177,7 +178,7 @@ class Owner:
                 await self.objects.pause(attempt)
 
     async def read(self, now: Sequence[Kept]) -> dict[Kept, CommitRecord]:
-        """Read the records of what counts; those that are damaged, gone, or another one's, are left out."""
+        """Read the records of live commits; records that are damaged, missing or replaced are left out."""
         found = dict[Kept, CommitRecord]()
         for kept in now:
             with suppress(CorruptStoreError):
@@ -189,9 +190,9 @@ class Owner:
     # -- one record
 
     async def settle(self, number: int, record: CommitRecord) -> CommitRecord:
-        """Create a record unless there is one of its number; return the one that is there.
+        """Create a record unless its number is taken; return the record that has the number.
 
-        "Not there" after an unanswered request is not "failed" (B6): the same bytes are sent again.
+        If a request is not answered and no record is found, the same bytes are sent again: it may still arrive (B6).
 
         Raises WriteError, ReadError: it is unknown whether the record is, or will be, there.
         """
@@ -226,12 +227,12 @@ class Owner:
     # -- commits
 
     async def commit(self, parts: Sequence[PartName]) -> bool:
-        """Commit a checkpoint whose parts are there; False: one as new is there already (B7).
+        """Commit a checkpoint whose parts are uploaded; return False if one at least as new is committed already (B7).
 
-        When this returns a restart finds it, or a newer one, in the bucket.
+        When this returns, a restart finds the checkpoint, or a newer one, in the bucket.
 
         Raises StoreLockedError: another run took the prefix over; WriteError, ReadError: the checkpoint may be
-        committed, or may be later; call it again, or go on with another one.
+        committed, or may be later; call this again, or commit another one.
         """
         counter, came_late = parts[0].entry.counter, False
         while True:
@@ -244,14 +245,14 @@ class Owner:
             came_late = True
 
     async def amend(self, without: Collection[int]) -> None:
-        """Make a record that names no checkpoint of these numbers any more. Raises the errors of :meth:`commit`."""
+        """Make a record that no longer names the commits ``without`` (numbers). Raises the errors of :meth:`commit`."""
         while not await self._made(
             self._record(protocol.retained(self.now, len(self.now), without), spare=self.spare), self.spare
         ):
             pass
 
     async def _made(self, record: CommitRecord, spare: Sequence[int] = ()) -> bool:
-        """Make the next record; False: an earlier attempt of this run has arrived there, and this goes on from it."""
+        """Make the next record. False: an earlier attempt of this run was applied in its place, and is now the base."""
         number = self.base + 1
         found = await self.settle(number, record)
         came = protocol.outcome(found, record)
@@ -265,15 +266,18 @@ class Owner:
 
     @property
     def counters(self) -> list[int]:
-        """The counters of what counts, newest first."""
+        """The counters of the committed checkpoints whose records could be read, newest first."""
         return [record.entry.counter for record in self.records.values()]
 
     async def _rebase(self, number: int, found: CommitRecord) -> None:
-        """Go on from a record of this run's that was given up, and is there all the same."""
+        """Continue from a record of this run that was given up and was created after all."""
         await self._own(number, found, self.spare)
 
     async def _own(self, number: int, record: CommitRecord, spare: Sequence[int] = ()) -> None:
-        """Confirm a record of this run's that is there (B4); only then it counts here."""
+        """Confirm a record of this run that was created (B4), and make it the base.
+
+        Raises StoreLockedError if another run made a higher one.
+        """
         if above := await self.higher(number):
             await self._stop(above)
         known = {**self.records, Kept(number, record.put): record}
@@ -284,9 +288,9 @@ class Owner:
     # -- deletion
 
     async def collect(self) -> int:
-        """Delete what does not count any more, once a commit is confirmed; return how many objects (B5).
+        """Delete the objects that no live commit needs, once a commit is confirmed; return their number (B5).
 
-        What cannot be deleted now, the next call tries again.
+        If this fails, the next call deletes them.
         """
         named = await self.named()
         listing = protocol.listing_of([*await self.objects.list(COMMITS), *await self.objects.list(DATA)])
@@ -295,12 +299,12 @@ class Owner:
         return len(keys)
 
     async def delete(self, keys: Sequence[str]) -> None:
-        """Delete objects, records before data: a reader that finds the record finds its data, if nothing is lost."""
+        """Delete objects in the order of ``keys``: records first, so that the data of a record that is found exist."""
         for start in range(0, len(keys), 1000):
             await self.objects.delete(keys[start : start + 1000])
 
     async def named(self) -> Mapping[Kept, tuple[CommitRecord, Collection[str]] | None]:
-        """Return what counts, and this run's newest record: as it is there now, and the data objects that it needs."""
+        """Return for each live commit its record, as stored now, and the data objects it needs; None: unreadable."""
         found = dict[Kept, tuple[CommitRecord, Collection[str]] | None]()
         for kept in self.now:
             try:

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decisions of the commit protocol on object storage, purely: what counts, what comes next, what may be deleted.
+"""The decisions of the commit protocol on object storage, without I/O: live commits, the next record, deletions.
 
-:class:`.owner.Owner` asks them between its requests. The rules, as comments name them:
+:class:`.owner.Owner` calls these functions between its requests. The rules, as comments name them:
 
-- B1: a record is created if absent, and never changed; its number is that of the newest record in sight and one, so
-  that of two runs that saw the same one only one gets it.
-- B2: the newest record decides what counts: itself, if it has parts, and its keep-list, by number and put-id.
-- B3: a run takes a prefix over by a fence before it chooses what to restore, and commits only below no other record.
-- B4: only after LIST shows nothing above a record of one's own is it reported, and anything deleted.
-- B5: deleted is only what was begun at or below that record, and what neither it, its keep-list nor its spare targets
-  name; and nothing, if a kept record cannot be read or is another one. The highest record stays.
-- B6: a request that was not answered may still be applied, at any time. So an object's name has its digest, and what
-  was uploaded for a checkpoint that was given up goes only after a later record.
-- B7: nothing older than the newest one that counts is sent.
+- B1: a record is created if absent, and never changed; its number is one more than that of the newest record that its
+  run has seen. So only one of two runs that saw the same newest record gets the number.
+- B2: the newest record decides which commits are *live*: itself, if it has parts, and its keep-list, by number and
+  put-id.
+- B3: a run takes a prefix over by a fence before it chooses what to restore, and commits only if no record is higher.
+- B4: a run reports its record, and deletes anything, only after LIST shows no higher record.
+- B5: an object is deleted only if it was begun at or below that record, and neither the record, its keep-list nor its
+  spare targets name it; none is if a kept record cannot be read or was replaced. The highest record stays.
+- B6: a request that was not answered may still be applied, at any time. So an object's name has its digest, and data
+  of a checkpoint that was given up are deleted only after a later record.
+- B7: no checkpoint is committed that is older than the newest live one.
 - B8: no clock decides anything.
 """
 
@@ -33,12 +34,12 @@ Outcome = Literal["absent", "mine", "earlier", "other"]
 
 
 class Listing(NamedTuple):
-    """The objects under a prefix, as one LIST saw them, with their bytes."""
+    """The objects under a prefix, as listed, with their sizes in bytes."""
 
     commits: dict[int, int]
-    """Records by number."""
+    """Sizes of records, by number."""
     data: dict[str, int]
-    """Data objects by name; names that this package does not make are left out."""
+    """Sizes of data objects, by name; names that this package does not make are left out."""
 
     @property
     def newest(self) -> int:
@@ -47,7 +48,7 @@ class Listing(NamedTuple):
 
 
 def listing_of(objects: Iterable[tuple[str, int]]) -> Listing:
-    """Return a listing of objects, names and bytes."""
+    """Return a listing of objects, given as names with sizes in bytes."""
     listing = Listing({}, {})
     for key, nbytes in objects:
         if (number := commit_number(key)) is not None:
@@ -58,22 +59,22 @@ def listing_of(objects: Iterable[tuple[str, int]]) -> Listing:
 
 
 def live(number: int, record: CommitRecord) -> tuple[Kept, ...]:
-    """Return the commits that count if ``record`` is the newest, newest first (B2)."""
+    """Return the commits that are live if ``record`` is the newest one, newest first (B2)."""
     return ((Kept(number, record.put),) if record.parts else ()) + record.keep
 
 
 def next_number(listing: Listing) -> int:
     """Return the number of the next record of a run that takes the prefix over (B1).
 
-    Numbers of data do not count: a commit that another run creates after this listing must not get a lower one.
+    Numbers of data objects are ignored: a commit that another run creates after this listing must not get a lower one.
     """
     return listing.newest + 1
 
 
 def drafts(listing: Listing, newest: CommitRecord | None) -> tuple[int, ...]:
-    """Return the targets whose data a run that takes over may go on with: what was begun above the newest record.
+    """Return the commit numbers whose uploaded data a run that takes over may use: the next one, and spared ones.
 
-    Nobody has deleted any of it, or will: that is done at or below one's own record (B5).
+    No run has deleted these data, or will: a run deletes only data at or below its own record (B5).
     """
     there = {name.target for key in listing.data if (name := data_name(key)) is not None}
     begun = {listing.newest + 1, *(() if newest is None else newest.spare)}
@@ -81,14 +82,15 @@ def drafts(listing: Listing, newest: CommitRecord | None) -> tuple[int, ...]:
 
 
 def adoptable(listing: Listing, spare: Collection[int]) -> dict[str, int]:
-    """Return the data objects that a draft may name instead of sending their bytes again."""
+    """Return the data objects uploaded for ``spare``, which a draft may name instead of uploading their bytes again."""
     return {key: nbytes for key, nbytes in listing.data.items() if (n := data_name(key)) and n.target in spare}
 
 
 def outcome(found: CommitRecord | None, made: CommitRecord) -> Outcome:
-    """Return what the record that lies at a number says about one's own attempt to create it there (B6).
+    """Compare the record ``found`` at a number with ``made``, which this run tried to create there (B6).
 
-    "earlier": an attempt of this run that was given up, and has arrived since.
+    "mine": it is that record; "earlier": it is from an earlier attempt of this run, applied since; "other": it is
+    another run's; "absent": there is none.
     """
     if found is None:
         return "absent"
@@ -98,12 +100,12 @@ def outcome(found: CommitRecord | None, made: CommitRecord) -> Outcome:
 
 
 def may_send(counter: int, counters: Iterable[int]) -> bool:
-    """Return whether a checkpoint is newer than all that count (B7)."""
+    """Return whether a checkpoint is newer than all committed ones, given by their counters (B7)."""
     return all(counter > other for other in counters)
 
 
 def retained(now: tuple[Kept, ...], most: int, without: Collection[int] = ()) -> tuple[Kept, ...]:
-    """Return the commits that the next record keeps: the newest ``most``, of those not dropped on purpose."""
+    """Return the commits that the next record keeps: the newest ``most`` of ``now``, except the numbers ``without``."""
     return tuple([kept for kept in now if kept.number not in without][:most])
 
 
@@ -113,14 +115,14 @@ def deletable(
     listing: Listing,
     spare: Collection[int] = (),
 ) -> list[str]:
-    """Return what the owner of record ``base`` may delete once that is confirmed, records first (B5).
+    """Return the names that the owner of record ``base`` may delete once that is confirmed, records first (B5).
 
     Args:
-        base: The number.
-        records: What counts, ``base`` included: each record and the names of the data objects that it needs; None: it
-            cannot be read.
+        base: The number of the record.
+        records: The live commits: each record and the names of the data objects that it needs; None: it cannot be
+            read, and nothing may be deleted.
         listing: All objects, listed after the confirmation.
-        spare: Targets whose data are still needed.
+        spare: Numbers of commits whose uploaded data are still needed.
     """
     named: set[str] = set()
     for kept, read in records.items():

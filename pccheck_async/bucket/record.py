@@ -5,8 +5,8 @@ Both have a header of 20 bytes (magic, format u32, length of the body u32, CRC-3
 u32, all little-endian) and a body of MessagePack: :class:`CommitRecord`, :class:`PartIndex`. Bytes from a bucket become
 either of them in this module only, and only if every check holds.
 
-A record is created once and never changed. It names the checkpoints that count: itself, unless it has no parts, and
-those of its keep-list. A record without parts is a *fence*: its owner took the prefix over, or dropped checkpoints.
+A record is created once and never changed. The newest record names the *live* commits: itself, unless it has no parts,
+and its keep-list. A record without parts is a *fence*: its owner took the prefix over, or dropped checkpoints.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ _HEADER = struct.Struct("<8sIII")
 _CHECKED = struct.Struct("<8sII")
 _COMMIT_MAGIC, _INDEX_MAGIC = b"PCCHKBKT", b"PCCHKPRT"
 MOST_RECORD_NBYTES = 4 << 20
-"""Of the record of a commit: some thousand ranks."""
+"""Most bytes of the record of a commit, enough for some thousand ranks."""
 MOST_INDEX_NBYTES = 1 << 30
-"""Of the index of a part, which has the manifest in it."""
+"""Most bytes of the index of a part, which contains the manifest."""
 _LARGEST = 1 << 62
 _MOST_SPARE = 1024
-"""Targets in one record."""
+"""Most spare commit numbers in one record."""
 
 
 class Kept(NamedTuple):
-    """A commit that counts. Its put-id tells it from another one that got its number later."""
+    """A live commit, by its number and put-id: the latter differs if another record gets the number later."""
 
     number: int
     put: bytes
 
 
 class PartName(NamedTuple):
-    """Where one rank's part of a checkpoint lies: the key and the bytes of its index object, and the part's entry.
+    """The place of one rank's part of a checkpoint: key and size in bytes of its index object, and the part's entry.
 
     ``entry.slot`` is 0 and not used; offsets are relative to the slot that the part was uploaded from.
     """
@@ -63,13 +63,13 @@ class CommitRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     """The record of a commit.
 
     Attributes:
-        owner: 16 random bytes for each opening of a drain.
-        put: 16 random bytes for each record that was made: tells whose attempt a record is.
-        store: The id of the store that the checkpoint comes from, 16 bytes.
-        line: The line of that store, by which runs descend from each other; None: it has none.
-        keep: The older commits that count, too, newest first.
+        owner: Id of the run that made the record, 16 random bytes for each opening of a drain.
+        put: Put-id, 16 random bytes for each record that was made, by which an attempt recognizes its own record.
+        store: Id of the store that the checkpoint comes from, 16 bytes.
+        line: Line of that store, by which runs descend from each other; None: it has none.
+        keep: Older commits that are live, too, newest first.
         spare: Commit numbers, up to this record's, whose uploaded data the owner may still use; they are not deleted.
-        parts: One per rank of the checkpoint, in the order of ranks; empty: this record is a fence.
+        parts: Parts of the checkpoint, one per rank, in the order of ranks; empty: this record is a fence.
     """
 
     owner: bytes
@@ -82,7 +82,7 @@ class CommitRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
     @property
     def entry(self) -> Entry:
-        """Rank 0's entry; not of a fence."""
+        """Rank 0's entry; IndexError for a fence, which has none."""
         return self.parts[0].entry
 
     @property
@@ -96,7 +96,7 @@ class PartIndex(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
     block_bytes: int
     objects: tuple[tuple[str, int], ...]
-    """Key and bytes of each."""
+    """Key and size in bytes of each object."""
     manifest: bytes
 
 
@@ -125,7 +125,7 @@ def encode_index(index: PartIndex) -> bytes:
 
 
 def decode_commit(data: bytes, number: int) -> CommitRecord:
-    """Decode and check the record of a commit. Raises CorruptStoreError; NewerFormatError: of a newer version."""
+    """Decode and check the record of a commit. Raises CorruptStoreError; NewerFormatError: its format is newer."""
     what = f"the record of commit {number} in the bucket"
     record = _decode(_COMMIT_MAGIC, _commits, data, what)
     if trouble := _trouble(record, number):
@@ -134,7 +134,7 @@ def decode_commit(data: bytes, number: int) -> CommitRecord:
 
 
 def decode_index(data: bytes, part: PartName) -> PartIndex:
-    """Decode and check the index of a part. Raises CorruptStoreError; NewerFormatError: of a newer version."""
+    """Decode and check the index of a part. Raises CorruptStoreError; NewerFormatError: its format is newer."""
     what = f"the object {part.key} in the bucket"
     index, entry = _decode(_INDEX_MAGIC, _indexes, data, what), part.entry
     sizes = [nbytes for _, nbytes in index.objects]
@@ -163,7 +163,7 @@ def _decode(magic: bytes, decoder: msgspec.msgpack.Decoder[T], data: bytes, what
 
 
 def _trouble(record: CommitRecord, number: int) -> str:
-    """Return why no writer can have made this record; empty if one can."""
+    """Return the reason why no writer can have made this record; empty if one can."""
     ids: list[Any] = [record.owner, record.put, record.store, *(kept.put for kept in record.keep)]
     numbers = [number, *(kept.number for kept in record.keep)]
     if any(len(each) != 16 for each in ids):

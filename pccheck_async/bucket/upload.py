@@ -20,21 +20,21 @@ from pccheck_async.transfer import BufferLease, BufferPool, aligned_buffer
 __all__ = ["OBJECT_BYTES", "Draft", "send_part"]
 
 OBJECT_BYTES = 32 << 20
-"""Of a data object, unless a chunk has more."""
+"""Most bytes of a data object, unless a single chunk is larger."""
 _AT_ONCE = 2
-"""Objects that are sent at a time: both fill 64 MiB."""
+"""Objects that are sent at a time; two buffers take 64 MiB."""
 
 
 class Draft:
-    """The objects of one part that was not committed yet. It is of no use once its owner made another record.
+    """The objects of one part that was not committed yet. A draft is unusable once its owner made another record.
 
     Args:
-        owner: Owns the prefix.
-        rank: Whose part it is.
+        owner: The owner of the prefix.
+        rank: The rank whose part it is.
 
     Attributes:
-        sent: Bytes that were sent; those that were there already are not among them.
-        total: All bytes of its objects so far.
+        sent: Bytes that were uploaded, without those that the bucket had already.
+        total: Bytes of all objects of the draft so far.
     """
 
     def __init__(self, owner: Owner, rank: int = 0) -> None:
@@ -45,11 +45,11 @@ class Draft:
 
     @property
     def is_current(self) -> bool:
-        """Whether its owner made no record since: else what was uploaded may be deleted."""
+        """Whether the owner has made no record since the draft was begun: else its objects may be deleted."""
         return self._owner.base == self._base
 
     async def send(self, number: int, data: Data, digits: str) -> None:
-        """Put one object there, unless it is. Raises WriteError, RefusedError: it is not known to be there."""
+        """Upload one object, unless the bucket has it. Raises WriteError, RefusedError: it may be there or not."""
         self._objects[number] = await self._put(number, data, digits), len(data)
 
     async def _put(self, number: int, data: Data, digits: str) -> str:
@@ -63,7 +63,7 @@ class Draft:
         return key
 
     async def finish(self, entry: Entry, block_bytes: int, manifest: bytes) -> PartName:
-        """Upload the index of the part, as its last object, and return where the part lies. Raises as :meth:`send`."""
+        """Upload the index of the part, as its last object, and return its place. Raises the errors of :meth:`send`."""
         objects = tuple(self._objects[number] for number in sorted(self._objects))
         data = encode_index(PartIndex(block_bytes, objects, manifest))
         number = max(self._objects, default=-1) + 1
@@ -95,13 +95,13 @@ class _FreshBuffers(BufferPool):
 async def send_part(
     draft: Draft, part: PartReader, *, advance: Callable[[int], None] = lambda _: None, rate_limit: int | None = None
 ) -> PartName:
-    """Send a part that is held. Every chunk is verified before its bytes are sent.
+    """Upload a part that is held (:meth:`.PartReader.hold`), each chunk after it was verified; return its place.
 
     Args:
-        draft: Gets the objects.
-        part: Its staging buffers are not used.
-        advance: Called with the bytes of each object that is there.
-        rate_limit: Bytes per second at the most; None: no limit.
+        draft: Uploads the objects.
+        part: The part; its own staging buffers are not used.
+        advance: Called with the size in bytes of each data object once the bucket has it.
+        rate_limit: Most bytes per second; None: no limit.
 
     Cancellation: raised when no request is awaited any more.
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes of a store, purely: commit record, manifest, skeleton, dtypes, keys, checksum.
+"""The formats of a store's bytes, without I/O: commit record, manifest, skeleton, dtypes, keys, checksum.
 
 No await and no file descriptor; of the package it imports :mod:`pccheck_async.errors` alone. Modules that import torch
-are not offered here: :mod:`~pccheck_async.format.manifest` and :mod:`~pccheck_async.format.dtypes`.
+are not imported here: :mod:`~pccheck_async.format.manifest` and :mod:`~pccheck_async.format.dtypes`.
 """
 
 from pccheck_async.format.arguments import (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of arguments that several rooms take: their names, steps, counts, and which checkpoint is meant."""
+"""Checks of arguments that several subpackages take: keyword names, steps, counts, and the choice of a checkpoint."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ _HERE: Final = {
     "name": "tag label",
 }
 _ELSEWHERE: Final = {name: here for here, names in _HERE.items() for name in names.split()}
-"""By keyword of trainers and other libraries, the one that does the same here."""
+"""Keyword arguments of trainers and other libraries, each with this package's argument for the same purpose."""
 
 
 def explained(target: C) -> C:
-    """Decorate a function or a class: the TypeError of a call with wrong arguments suggests the right ones.
+    """Decorate a function or a class so that the TypeError of a call with wrong arguments suggests the right ones.
 
     Python's own errors suggest nothing, and name the class that defines a method.
     """
@@ -82,12 +82,12 @@ def _wrong_arguments(
 
 
 def unknown_argument(callee: str, name: str, words: Mapping[str, str]) -> TypeError:
-    """Return the error for an argument that there is not, with those that may be meant.
+    """Return the TypeError for an argument that does not exist, with suggestions.
 
     Args:
-        callee: What the user called.
-        name: The argument.
-        words: By names that may be meant, what to write.
+        callee: The name of the function or class that was called.
+        name: The name of the argument.
+        words: Names of existing arguments, and other names for them, each with the text to suggest.
     """
     near = []
     if (here := _ELSEWHERE.get(name, "")).partition("=")[0] in words:
@@ -114,7 +114,7 @@ def check_tier(tier: object) -> Tier:
 
 
 def check_reach(tier: object) -> Reach:
-    """Return the name of a tier that a checkpoint reaches. Raises ValueError for any other."""
+    """Return the name of a place that a checkpoint reaches (:data:`Reach`). Raises ValueError for any other."""
     if tier == "replicas":
         return "replicas"
     if tier == "remote":
@@ -146,11 +146,11 @@ def formerly(
     renamed: Mapping[str, str] | None = None,
     pinned: Callable[..., Any] | None = None,
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Return a decorator: a function also takes arguments as it did in version 0.1, with a DeprecationWarning.
+    """Return a decorator: the function also takes arguments as in version 0.1, with a DeprecationWarning.
 
     Args:
-        positional: Arguments that are given by name alone now.
-        after: The number of those that still have places before them, ``self`` included.
+        positional: Names of arguments that are keyword-only now and were positional.
+        after: The number of positional arguments before them, ``self`` included.
         renamed: Old names of arguments, each with the new one.
         pinned: The function to call for the old argument ``pinned=False``.
     """
@@ -190,14 +190,14 @@ def matches(which: Which, step: int, name: str | None) -> bool:
 
 
 def describe_which(which: Which) -> str:
-    """Return the words that follow "checkpoint" in a message."""
+    """Return the words that follow "checkpoint" in a message: which one is meant; empty for the newest of all."""
     if which is None:
         return ""
     return f" named {which!r}" if isinstance(which, str) else f" of step {which}"
 
 
 def there_are(which: Which, found: Iterable[Any]) -> str:
-    """Return the words for a message that there is no such checkpoint: which ones there are, newest first."""
+    """Return the end of a message that there is no such checkpoint: the steps, or names, of ``found``, in order."""
     if isinstance(which, str):
         texts = [repr(each.name) for each in found if each.name is not None]
     else:
@@ -207,7 +207,7 @@ def there_are(which: Which, found: Iterable[Any]) -> str:
 
 
 def new_step(step: object) -> int:
-    """Return the step of a new checkpoint, which is 0 or more; checkpoints of old versions may have negative ones."""
+    """Return the step of a new checkpoint as an int. Raises ValueError if it is negative, as old ones may be."""
     number = whole_step(step)
     if number < 0:
         raise ValueError(f"step is {number}; the first step is 0")

@@ -4,8 +4,8 @@
 Every Python has it, so a store can be verified where the extension was not compiled; the extension computes it faster
 than memory delivers. CRC-32 detects every burst error of up to 32 bits, and misses one random corruption in 2**32.
 
-It is linear: the checksum of bytes is a function of those of their parts and of the parts' lengths. So one for each
-MiB gives that of the whole for nothing, and several MiBs read in one go are verified by one checksum.
+CRC-32 is linear: the checksum of bytes is a function of the checksums and lengths of their parts. So the checksums of
+all MiBs give the checksum of the whole, and several MiBs that are read in one go are verified by one checksum.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ else:
 NAME = "crc32"
 PIECE_BYTES: Final = 1 << 20
 SUM_BYTES: Final = 4
-"""Of a checksum in a table: an unsigned integer, little-endian."""
+"""Size of one checksum in a table: an unsigned integer, little-endian."""
 
 _POLYNOMIAL: Final = 0xEDB88320
 _X_0: Final = 1 << 31
@@ -33,21 +33,21 @@ _X_8: Final = 1 << 23
 
 
 def piece_count(nbytes: int) -> int:
-    """Return how many pieces so many bytes have."""
+    """Return the number of pieces of ``nbytes`` bytes."""
     return -(-nbytes // PIECE_BYTES)
 
 
 def piece_sums_in_python(data: bytes | bytearray | memoryview) -> bytes:
-    """Return the table of the CRC-32 of each MiB of ``data``, the last one maybe shorter: :data:`piece_sums`."""
+    """Return the table of the CRC-32 of each MiB of ``data``, the last one maybe shorter; see :data:`piece_sums`."""
     octets = memoryview(data).cast("B")
     pieces = (octets[at : at + PIECE_BYTES] for at in range(0, len(octets), PIECE_BYTES))
     return b"".join(zlib.crc32(piece).to_bytes(SUM_BYTES, "little") for piece in pieces)
 
 
 def combine_in_python(sums: bytes | memoryview, nbytes: int) -> int:
-    """Return the CRC-32 of ``nbytes`` bytes from their :data:`piece_sums`: :data:`combine`.
+    """Return the CRC-32 of ``nbytes`` bytes from their :data:`piece_sums`; see :data:`combine`.
 
-    The checksum so far moves over the bytes behind it: a multiplication with x**(8 * bytes), the method of zlib. Raises
+    For each piece the checksum so far is multiplied by x**(8 * bytes of the piece), the method of zlib. Raises
     ValueError if the table has another length.
     """
     if nbytes < 0 or len(sums) != SUM_BYTES * piece_count(nbytes):
@@ -73,7 +73,7 @@ def _power_of_bytes(nbytes: int) -> int:
 
 
 def _multiply(a: int, b: int) -> int:
-    """Return the product of two polynomials of degree below 32, reflected, modulo that of the CRC."""
+    """Return the product of two polynomials of degree below 32, reflected, modulo the polynomial of the CRC."""
     product, bit = 0, _X_0
     while bit:
         if a & bit:
@@ -86,7 +86,7 @@ def _multiply(a: int, b: int) -> int:
 _X_8_PIECE: Final = _power_of_bytes(PIECE_BYTES)
 
 crc32: Callable[..., int]
-"""Takes bytes and the checksum of those before them, 0 by default; returns that of both."""
+"""Function of bytes and of the checksum of all bytes before them (default 0): returns the checksum of all."""
 piece_sums: Callable[[bytes | bytearray | memoryview], bytes]
 combine: Callable[[bytes | memoryview, int], int]
 if _ext is None:

@@ -42,7 +42,7 @@ def torch_dtype(name: str) -> torch.dtype:
 def carrier(dtype: torch.dtype) -> torch.dtype:
     """Return a dtype of the same width that every torch kernel supports, to copy elements as bits.
 
-    ``float4_e2m1fn_x2`` or ``uint3``, with which torch cannot compute, can be viewed as it, copied, and viewed back.
+    Tensors of ``float4_e2m1fn_x2`` or ``uint3``, with which torch cannot compute, are viewed so, copied, viewed back.
     """
     return _CARRIERS.get(dtype.itemsize, dtype)
 
@@ -55,7 +55,7 @@ def numpy_name(dtype: np.dtype[Any]) -> str | None:
 
 
 def foreign(dtype: np.dtype[Any]) -> bool:
-    """Return whether another package defined a numpy dtype (ml_dtypes' bfloat16): numpy misreads its name."""
+    """Return whether another package defined a numpy dtype (ml_dtypes' bfloat16): numpy would misread its name."""
     try:
         return np.dtype(dtype.str) != dtype
     except TypeError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Manifests in bytes that no record points to: where one begins, how long it is, and which checkpoint it is of."""
+"""Search for manifests that no record points to: where one begins, its length, and its checkpoint."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["HEAD_NBYTES", "SIGNATURES", "find_signatures", "manifest_at", "numbe
 _PIECES: Final = ((VERSION, None), (SHARDED_VERSION, ()), (LATEST_VERSION, None), (LATEST_VERSION, ()))
 _FIRST: Final = [encode(Manifest(each, 0, 0, 0.0, {}, None, (), (), (), 0, its)) for each, its in _PIECES]
 SIGNATURES: Final = [first[: first.index(b"counter") + len(b"counter")] for first in _FIRST]
-"""The first bytes of manifests of each version: a map of so many entries, its version, the name of the second."""
+"""The first bytes of manifests of each version: the map's number of entries, the version, the second entry's name."""
 
 HEAD_NBYTES: Final = 64
-"""More than version, counter and step take, with their names, at the beginning of a manifest."""
+"""Bytes at the beginning of a manifest that contain version, counter and step, with their names."""
 _MAP_OF_THREE: Final = b"\x83"
 
 
@@ -37,16 +37,19 @@ _FIXED: Final = {
     **dict.fromkeys((0xCA, 0xCE, 0xD2), 4),
     **dict.fromkeys((0xCB, 0xCF, 0xD3), 8),
 }
-"""Bytes that follow the first one of a MessagePack object of fixed length."""
+"""Bytes that follow the first byte of a MessagePack object of fixed length, by that first byte."""
 _COUNTED: Final = {
     0xC4: (1, 1, 0), 0xC5: (2, 1, 0), 0xC6: (4, 1, 0), 0xD9: (1, 1, 0), 0xDA: (2, 1, 0), 0xDB: (4, 1, 0),
     0xDC: (2, 0, 1), 0xDD: (4, 0, 1), 0xDE: (2, 0, 2), 0xDF: (4, 0, 2),
 }  # fmt: skip
-"""Bytes, strings, arrays and maps: so many bytes of count come first; each item takes so many bytes, and objects."""
+"""Bytes, strings, arrays and maps, by first byte: width of the item count, and bytes and objects of each item."""
 
 
 def find_signatures(data: memoryview, step: int = MIN_BLOCK) -> list[int]:
-    """Return the multiples of ``step`` at which a manifest may begin, the last one first; ``step`` divides all."""
+    """Return the offsets in ``data`` at which a manifest may begin, multiples of ``step``, the last one first.
+
+    The length of ``data`` must be a multiple of ``step``, too.
+    """
     rows = np.frombuffer(data, np.uint8).reshape(-1, step)
     each = [(rows[:, : len(one)] == np.frombuffer(one, np.uint8)).all(axis=1) for one in SIGNATURES]
     hits = np.logical_or.reduce(each)
@@ -54,7 +57,7 @@ def find_signatures(data: memoryview, step: int = MIN_BLOCK) -> list[int]:
 
 
 def numbers_at(data: bytes | memoryview) -> tuple[int, int] | None:
-    """Return counter and step of a manifest from its first :data:`HEAD_NBYTES`; None if these begin none."""
+    """Return counter and step of a manifest from its first :data:`HEAD_NBYTES` bytes; None if it is no manifest."""
     first = bytes(data[:HEAD_NBYTES])
     if not first.startswith(tuple(SIGNATURES)):
         return None
@@ -67,7 +70,10 @@ def numbers_at(data: bytes | memoryview) -> tuple[int, int] | None:
 
 
 def object_length(data: bytes | memoryview) -> int | None:
-    """Return the length of a MessagePack object; None if it ends behind ``data``. Raises CorruptStoreError."""
+    """Return the length of the MessagePack object at the beginning of ``data``; None if it goes on after ``data``.
+
+    Raises CorruptStoreError for a first byte of an object that no manifest has.
+    """
     at, left, end = 0, 1, len(data)
     while left:
         if at >= end:
@@ -98,9 +104,9 @@ def object_length(data: bytes | memoryview) -> int | None:
 
 
 def manifest_at(data: bytes | memoryview, offset: int) -> tuple[Manifest, int] | None:
-    """Return the manifest at the beginning of a slot's bytes, and its length; None if more bytes are needed.
+    """Return the manifest at the beginning of ``data``, and its length; None if more bytes are needed.
 
-    Raises CorruptStoreError if there is none, or none that this ``offset`` can have: the payload lies before it.
+    Raises CorruptStoreError if there is none, or its payload does not fit before ``offset``, its place in the slot.
     """
     if (length := object_length(data)) is None:
         return None

@@ -12,17 +12,17 @@ from typing import Any, Final, Literal, TypeAlias
 from pccheck_async.errors import readable
 
 WINDOW_KEY: Final = "pccheck.inside_window"
-"""True in the metadata of a checkpoint that could not wait for the end of a window of gradient accumulation."""
+"""Metadata key, True for a checkpoint that could not wait for the end of a window of gradient accumulation."""
 
 Metadata = Mapping[str, str | int | float | bool | None]
 Which: TypeAlias = int | str | None
-"""Which checkpoint: the newest of a step (int), the one that has a name (str), or the newest of all (None)."""
+"""Choice of a checkpoint: the newest of a step (int), the one that has a name (str), or the newest of all (None)."""
 Action: TypeAlias = Literal["fill", "replace", "load"]
 """The ways to restore a part of a state (see :class:`Restored`)."""
 Tier: TypeAlias = Literal["memory", "disk"]
 """A place that holds whole checkpoints."""
 Reach: TypeAlias = Literal["memory", "replicas", "disk", "remote"]
-"""The same, with the memory of other hosts, and object storage."""
+"""A place that a checkpoint reaches: a :data:`Tier`, the memory of other hosts, or object storage ("remote")."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -30,15 +30,15 @@ class CheckpointInfo:
     """A durable checkpoint, as its commit record describes it.
 
     Attributes:
-        step: The user's number.
-        counter: The engine's own number, larger than that of every checkpoint kept when this one was admitted.
+        step: The user's step number.
+        counter: The engine's number, larger than that of every checkpoint kept when this one was admitted.
         nbytes: Length of the payload in bytes (tensors and arrays, with padding).
         time: Time of the capture, seconds since the epoch (UTC).
-        pinned: Kept until it is unpinned, even if the rules (``keep_last`` and its like) would drop it.
+        pinned: Whether it is kept until it is unpinned, even if the rules (``keep_last`` and others) would drop it.
         metadata: The user's ``checkpoint(metadata=...)``.
         name: The user's ``checkpoint(name=...)``, None for none.
-        rejected: Passed over by ``restore`` and ``load``, and kept by no rule (``engine.reject``).
-        tiers: Where it is, as far as the engine that lists it knows: one in memory alone is not durable.
+        rejected: Whether ``restore`` and ``load`` pass it over, and no rule keeps it (``engine.reject``).
+        tiers: The places that hold it, as far as the engine that lists it knows; one in memory alone is not durable.
     """
 
     step: int
@@ -55,7 +55,7 @@ class CheckpointInfo:
         return f"<{type(self).__name__} {', '.join(self._facts())}>"
 
     def _facts(self) -> list[str]:
-        """Return what it is, in words."""
+        """Return the facts that ``repr`` shows, in words."""
         facts = [f"step {self.step}" + ("" if self.name is None else f" {self.name!r}"), f"counter {self.counter}"]
         facts.append(f"{self.nbytes} bytes")
         with suppress(OverflowError, ValueError, OSError):  # a damaged store may claim a time that no calendar has
@@ -72,7 +72,7 @@ class CheckpointInfo:
 
     @property
     def inside_window(self) -> bool:
-        """Whether it was saved inside a window of gradient accumulation: the gradients computed so far are lost."""
+        """Whether it was saved inside a window of gradient accumulation, without the gradients computed so far."""
         return self.metadata.get(WINDOW_KEY) is True
 
 
@@ -81,19 +81,19 @@ _FACTS: Final = tuple(fact.name for fact in fields(CheckpointInfo))
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Restored(CheckpointInfo):
-    """The checkpoint that was restored, and how it and the state differed (``strict=False``).
+    """The checkpoint that was restored, and the differences between it and the state (``strict=False``).
 
-    It equals the :class:`CheckpointInfo` of that checkpoint.
+    A Restored compares equal to the :class:`CheckpointInfo` of its checkpoint.
 
     Attributes:
-        missing: Paths that the state has and the checkpoint lacks: they stayed as they were. Of a subtree that the
-            checkpoint lacks as a whole, the path of its root alone.
+        missing: Paths that the state has and the checkpoint lacks: they stayed as they were. For a subtree that the
+            checkpoint lacks as a whole, only the path of its root.
         unexpected: Paths that the checkpoint has and the state lacks: they were not read.
-        filled: Number of leaves of the checkpoint that were restored; all of them, where nothing is unexpected.
-        mismatched: Of a dry run: paths that both have and that cannot be restored, each with what was found.
-        actions: Of a dry run: what a restore does with the parts of the state, by their paths: "fill" (an array takes
+        filled: Number of leaves of the checkpoint that were restored; all of them, if nothing is unexpected.
+        mismatched: In a dry run, paths that both have and that cannot be restored, each with what was found.
+        actions: In a dry run, what a restore does with the parts of the state, by their paths: "fill" (an array takes
             stored bytes), "replace" (a plain value), "load" (an object loads its state).
-        error: Of a dry run: the text of the StateMismatchError that a restore raises; None if it raises none.
+        error: In a dry run, the text of the StateMismatchError that a restore raises; None if it raises none.
         source: The tier that this process's part was read from; "replicas": the memory of another host;
             "remote": the bucket of the engine's drain.
     """
@@ -120,7 +120,7 @@ class Restored(CheckpointInfo):
     def of(
         cls, info: CheckpointInfo, missing: tuple[str, ...], unexpected: tuple[str, ...], filled: int = 0, **more: Any
     ) -> Restored:
-        """Return ``info`` with the differences."""
+        """Return ``info`` as a Restored with these differences."""
         facts, names = {name: getattr(info, name) for name in _FACTS}, readable([*missing, *unexpected])
         missing, unexpected = tuple(names[: len(missing)]), tuple(names[len(missing) :])
         return cls(**facts, missing=missing, unexpected=unexpected, filled=filled, **more)

@@ -2,9 +2,9 @@
 """The line of a store: which run writes to it, and what that run descends from.
 
 Checkpoints in memory outlive the process that made them, and counters repeat on other hosts and after a roll-back. So
-neither a name nor a counter says whether a checkpoint in memory is part of the history that the store on disk goes on
-with. Before its first checkpoint in any tier a run writes its line into the record on disk, durably; a checkpoint in
-memory counts only if that line :meth:`~Line.accepts` its run and counter.
+neither a name nor a counter says whether a checkpoint in memory belongs to the history that the store on disk
+continues. Before its first checkpoint in any tier a run writes its line into the record on disk, durably; a checkpoint
+in memory is valid only if that line :meth:`~Line.accepts` its run and counter.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MOST_LINKS = 8
 
 
 class Link(NamedTuple):
-    """The newest checkpoint of an earlier run that a run descends from."""
+    """The newest checkpoint of one earlier run that a later run descends from, by run and counter."""
 
     run: bytes
     counter: int
@@ -30,9 +30,9 @@ class Line(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     """One run, and the checkpoints of earlier runs that it descends from.
 
     Attributes:
-        run: 16 random bytes for each opening of an engine.
-        base: The largest counter that existed when the run began; its own are larger.
-        chain: What it restored, and what that descends from: newest first, counters falling, at most 8.
+        run: The id of the run: 16 random bytes for each opening of an engine.
+        base: The largest counter that existed when the run began; the counters of its own checkpoints are larger.
+        chain: The checkpoint that it restored, and its ancestors in earlier runs: newest first, at most 8.
     """
 
     run: bytes
@@ -45,7 +45,7 @@ class Line(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
         return own or any(run == link.run and counter <= link.counter for link in self.chain)
 
     def run_of(self, counter: int) -> bytes | None:
-        """Return the run that made the checkpoint of this counter; None if it is on no line that is known here."""
+        """Return the run that made the checkpoint with this counter on this line; None if no link covers it."""
         if counter > self.base:
             return self.run
         for link, before in pairwise((*self.chain, Link(b"", -1))):
@@ -54,15 +54,15 @@ class Line(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
         return None
 
     def descend(self, run: bytes, base: int, restored: int | None) -> Line:
-        """Return the line of a run that goes on from the checkpoint with the counter ``restored``; None: from none."""
+        """Return the line of a run that continues from the checkpoint with the counter ``restored`` (None: none)."""
         came_from = None if restored is None else self.run_of(restored)
         return Line.begin(self, run, base, None if restored is None or came_from is None else Link(came_from, restored))
 
     @classmethod
     def begin(cls, before: Line | None, run: bytes, base: int, came_from: Link | None) -> Line:
-        """Return the line of a run that goes on from the checkpoint ``came_from``, in a store with the line ``before``.
+        """Return the line of a run that continues from ``came_from`` (None: none) in a store with the line ``before``.
 
-        One that is not on that line, as its run had no tier in memory, takes nothing older along.
+        If ``came_from`` is not on that line, as its run had no tier in memory, older links are left out.
         """
         if came_from is None:
             return cls(run, base)
@@ -72,7 +72,7 @@ class Line(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
     @property
     def sane(self) -> bool:
-        """Whether a run may have written this."""
+        """Whether a run may have written this line."""
         counters = [self.base + 1, *(link.counter for link in self.chain)]
         return (
             all(len(run) == 16 for run in (self.run, *(link.run for link in self.chain)))

@@ -37,12 +37,12 @@ from pccheck_async.format.skeleton import (
 
 VERSION: Final = 1
 SHARDED_VERSION: Final = 2
-"""Of a manifest with boxes of tensors that lie on several ranks: others read parts of them."""
+"""Version of a manifest with boxes of tensors that lie on several ranks, which other ranks read in part."""
 LATEST_VERSION: Final = 3
-"""Of a manifest whose outermost mapping is an OrderedDict, or with tensors that are composed of others, with boxes or
-without; earlier versions of the package, which support neither, refuse this number."""
+"""Version of a manifest whose outermost mapping is an OrderedDict, or with tensors that are composed of others, with
+boxes or without; earlier versions of the package, which support neither, refuse this number."""
 ALIGNMENT: Final = 64
-"""Bytes. Every storage starts at a multiple of it in the payload."""
+"""Alignment in bytes of the start of every storage in the payload."""
 _MAX_DIMENSIONS: Final = 64
 _MAX_BYTES: Final = 1 << 62
 
@@ -52,7 +52,7 @@ class _Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 class StorageEntry(_Entry, frozen=True, gc=False):
-    """Memory that one or several arrays view: first byte in the payload, and length in bytes."""
+    """Memory that one or several arrays view: offset in the payload, and length, in bytes."""
 
     offset: int
     nbytes: int
@@ -64,10 +64,10 @@ class TensorEntry(_Entry, frozen=True, gc=False):
     storage: int | None
     """Index in :attr:`Manifest.storages`; None if there are no elements."""
     dtype: str
-    """Name, see :mod:`pccheck_async.format.dtypes`."""
+    """Name of the dtype (:mod:`pccheck_async.format.dtypes`)."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    """Elements from one to the next along each dimension; negative only for numpy."""
+    """Distance in elements between neighbours along each dimension; negative only for numpy."""
     offset: int
     """Bytes from the start of the storage to the first element."""
     kind: Literal["tensor", "parameter", "ndarray"]
@@ -104,7 +104,7 @@ class ChunkEntry(_Entry, frozen=True, gc=False):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A payload described, and how to make a state of it; ``counter`` to ``metadata`` are as in the commit record."""
+    """The description of a payload and of the state in it; ``counter`` to ``metadata`` are as in the commit record."""
 
     version: int
     counter: int
@@ -112,7 +112,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     time: float
     metadata: dict[str, str | int | float | bool | None]
     skeleton: Node
-    """The state; ``ArrayNode.index`` is an index in ``tensors``."""
+    """The structure of the state; ``ArrayNode.index`` is an index in ``tensors``."""
     tensors: tuple[TensorEntry, ...]
     storages: tuple[StorageEntry, ...]
     """The memory that the tensors view, in the order of the payload."""
@@ -120,8 +120,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     """The pieces of the payload, back to back from offset 0."""
     payload_nbytes: int
     pieces: tuple[bytes, ...] | None = None
-    """For each chunk the table of the CRC-32 of each MiB of it (see :func:`pccheck_async.format.piece_sums`), so that a
-    part of it can be verified without the rest. In version 2, and in version 3 where there are boxes."""
+    """For each chunk the table of the CRC-32 of each of its MiBs (see :func:`pccheck_async.format.piece_sums`), so that
+    MiBs can be verified alone. Present in version 2, and in version 3 if there are boxes."""
 
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
@@ -149,10 +149,10 @@ class _Known(Protocol):
 
 
 def encode_again(manifest: Manifest, known: _Known) -> bytes:
-    """Return the manifest as msgpack, and reuse the bytes of parts that are the same objects as the last time.
+    """Return the manifest as msgpack; the bytes of parts that are the same objects as the last time are reused.
 
     A manifest is encoded twice, first for its length; its tables are the same while the state's structure is. ``known``
-    remembers the bytes. Raises UnsupportedStateError (see :func:`encode`).
+    caches the bytes. Raises UnsupportedStateError (see :func:`encode`).
     """
     skeleton, tensors, storages = of = manifest.skeleton, manifest.tensors, manifest.storages
     tables = known.get("tables", of)
@@ -202,7 +202,7 @@ def decode(data: bytes | bytearray | memoryview) -> Manifest:
 
 
 def viewed_ranges(entries: list[TensorEntry]) -> list[tuple[int, int]]:
-    """Return the ranges of a storage that arrays view, in order; ranges that touch or overlap are joined."""
+    """Return the byte ranges of a storage that arrays view, in order; ranges that touch or overlap are joined."""
     ranges: list[tuple[int, int]] = []
     for low, high in sorted(entry.extent for entry in entries):
         if ranges and low <= ranges[-1][1]:
@@ -213,7 +213,7 @@ def viewed_ranges(entries: list[TensorEntry]) -> list[tuple[int, int]]:
 
 
 def span(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, int]:
-    """Return the lowest and highest element that a non-empty view covers, relative to its first."""
+    """Return the offsets of the lowest and highest element of a non-empty view, in elements from its first one."""
     low = high = 0
     for size, step in zip(shape, stride, strict=True):
         if size > 1:
@@ -294,7 +294,10 @@ def _tensor_trouble(entry: TensorEntry, storages: Sequence[StorageEntry]) -> str
 
 
 def _check_skeleton(skeleton: Node, tensors: Sequence[TensorEntry]) -> bool:
-    """Return whether it has composed tensors. Raises CorruptStoreError if it is malformed, or not of ``tensors``."""
+    """Check a skeleton; return whether it has composed tensors.
+
+    Raises CorruptStoreError if it is malformed, or does not name each of ``tensors`` once.
+    """
     count = len(tensors)
     seen = bytearray(count)
     sharded: list[ShardedNode] = []

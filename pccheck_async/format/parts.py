@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The group's fields of a rank's commit record (format version 2): the run of each part, and the decisions applied.
+"""The fields of a rank's commit record for its group (format version 2): each part's run, and the decisions applied.
 
 A group's folder has a store for each rank, ``rank-00003``; its record names that rank's *parts* of checkpoints. A
 checkpoint of the group is complete when the records of all its ranks name their parts of it.
@@ -23,7 +23,7 @@ class Run(NamedTuple):
 
     number: int
     nonce: int
-    """Random, 64 bits."""
+    """Random number of 64 bits."""
     members: int
     """Digest of the stores that its ranks write to, 64 bits."""
 
@@ -31,7 +31,7 @@ class Run(NamedTuple):
 class Key(NamedTuple):
     """The identity of a group's checkpoint, common to its parts; keys sort in the order of checkpoints.
 
-    Not the step: a step may be saved twice, and a rank's part of the one does not belong to the other.
+    The step is no part of it: a step may be saved twice, and parts of different saves do not belong together.
     """
 
     counter: int
@@ -39,22 +39,22 @@ class Key(NamedTuple):
 
 
 class Applied(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """How many of which run's decisions the entries of a record reflect."""
+    """The run, and the number of its decisions, that the entries of a record reflect."""
 
     run: Run
     decisions: int
     pinned: tuple[Key, ...] = ()
-    """All that are pinned by then, also those that this rank has no part of: of the newest record they are the pins."""
+    """All checkpoints pinned after these decisions, also without a part on this rank; the newest record's are valid."""
 
 
 class Membership(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Which part of which checkpoint an entry is."""
+    """The run, rank and world size of the part that an entry is."""
 
     run: Run
     rank: int
     world: int
     committed: bool
-    """The record applied the decision that committed it; else it is only prepared. That decides nothing:
+    """Whether the record reflects the decision to commit it; else it is only prepared. For information only:
     a checkpoint is complete when all ranks' records name it."""
 
 
@@ -62,6 +62,6 @@ class Parts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     """The fields of a record of version 2 besides its entries."""
 
     applied: Applied | None = None
-    """None before the first decision."""
+    """Decisions that the entries reflect; None before the first decision."""
     memberships: tuple[Membership, ...] = ()
-    """Of the entries, in their order."""
+    """Membership of each entry, in their order."""

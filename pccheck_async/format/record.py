@@ -29,8 +29,8 @@ offset bytes field (little-endian)
 ====== ===== ==========================================================================
 
 An entry is a MessagePack array of the fields of :class:`Entry` in their order: counter, step, time, payload bytes,
-slot, manifest offset, manifest length, manifest CRC-32, pinned, metadata. The name of a checkpoint is in its metadata,
-as ``pccheck.name``, and that it is rejected, as ``pccheck.rejected``. In version 2, that of the store of one rank of a
+slot, manifest offset, manifest length, manifest CRC-32, pinned, metadata. The metadata also have the checkpoint's name,
+as ``pccheck.name``, and the mark of a rejected one, ``pccheck.rejected``. In version 2, for the store of one rank of a
 group, the body is an array of that array and :class:`pccheck_async.format.parts.Parts`. The manifest is MessagePack,
 too (:mod:`pccheck_async.format.manifest`). Nothing in a store refers to its own path.
 
@@ -58,11 +58,11 @@ from pccheck_async.format.parts import Parts
 
 FORMAT_VERSION = 1
 GROUP_VERSION = 2
-"""Of the store of one rank of a group."""
+"""Format version of the store of one rank of a group."""
 IDENTITY_NAME = "store.json"
 COMMIT_NAME = "commit"
 GROUP_NAME = "group.json"
-"""Makes a folder that of a group; the stores of its ranks are folders in it."""
+"""The file that marks the folder of a group; the stores of its ranks are folders in it."""
 MAGIC = b"PCCHKREC"
 HEADER = struct.Struct("<8sII16sQI20x")
 _CHECKED_HEADER = struct.Struct("<8sII16sQ")
@@ -70,21 +70,21 @@ _LINE = struct.Struct("<4sII")
 _LINE_MAGIC = b"LINE"
 
 MIN_BLOCK = 512
-"""Bytes. The smallest block size. The length of every chunk is a multiple of it, under any block size of the store."""
+"""The smallest block size, in bytes. The length of every chunk is a multiple of it, for any block size of the store."""
 REGION_NBYTES = 64 * 1024
-"""Room for one copy of one record; a multiple of every block size a store may have."""
+"""Space for one copy of one record; a multiple of every block size a store may have."""
 COMMIT_NBYTES = 4 * REGION_NBYTES
 MOST_ENTRIES = 64
 MOST_SLOT = 999_999_999
 """The largest number of a slot: its file name has at most nine digits."""
 MOST_RANKS = 1_000_000_000
-"""In a world: the name of a rank's folder has at most nine digits."""
+"""The largest world size: the name of a rank's folder has at most nine digits."""
 MOST_METADATA_NBYTES = 512
-"""Of one checkpoint, encoded: 64 entries of this size fit into a region."""
+"""Most bytes of one checkpoint's encoded metadata: 64 entries of this size fit into a region."""
 NAME_KEY = "pccheck.name"
-"""A checkpoint's name, in its metadata: so it is in version 1, too, and readers without support for names keep them."""
+"""Metadata key of a checkpoint's name. So version 1 has names, too, and readers that do not know names keep them."""
 REJECTED_KEY = "pccheck.rejected"
-"""Whether a checkpoint is rejected, in its metadata for the same reason: older versions ignore it and restore it."""
+"""Metadata key, True for a rejected checkpoint; older versions ignore the key, and restore the checkpoint."""
 _OWN_KEYS = {NAME_KEY: "where checkpoint(name=...) is kept", REJECTED_KEY: "what engine.reject() sets"}
 
 _LARGEST = 1 << 62
@@ -133,26 +133,26 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
     @property
     def name(self) -> str | None:
-        """The user's name for it."""
+        """The user's name for the checkpoint."""
         return name_in(self.metadata)
 
     @property
     def rejected(self) -> bool:
-        """Whether restores pass it over, and no rule keeps it."""
+        """Whether restores pass the checkpoint over, and no rule keeps it."""
         return self.metadata.get(REJECTED_KEY) is True
 
     def as_rejected(self) -> Entry:
-        """Return the entry with the mark of a rejected one."""
+        """Return the entry, marked as rejected."""
         return self if self.rejected else replace(self, metadata=self.metadata | {REJECTED_KEY: True})
 
     def marked_as(self, other: Entry) -> Entry:
-        """Return it with the pin of another entry, and its rejection."""
+        """Return the entry, pinned if and only if ``other`` is, and marked as rejected if ``other`` is."""
         marked = self if self.pinned == other.pinned else replace(self, pinned=other.pinned)
         return marked.as_rejected() if other.rejected else marked
 
     @property
     def info(self) -> CheckpointInfo:
-        """The part that users see."""
+        """The public description of the checkpoint."""
         metadata, name, rejected = dict(self.metadata), self.name, self.rejected
         if name is not None:
             del metadata[NAME_KEY]
@@ -174,13 +174,13 @@ class Record(msgspec.Struct, frozen=True):
     before: tuple[Entry, ...] = ()
     """The entries of the record before this one, newest first; not part of this record's bytes."""
     parts: Parts | None = None
-    """The group's data of the entries, in the store of one rank of a group; None in a store of its own."""
+    """The group's fields in the record of one rank; None in the store of one process."""
     line: Line | None = None
-    """Which checkpoints in memory count; None: none does."""
+    """The line that decides which checkpoints in memory are valid; None: none is."""
 
     @property
     def version(self) -> int:
-        """The format of its bytes."""
+        """The format version of the record's bytes."""
         return FORMAT_VERSION if self.parts is None else GROUP_VERSION
 
     @property
@@ -272,7 +272,7 @@ def decode_domain(data: bytes) -> str:
 
 
 def name_in(metadata: Metadata) -> str | None:
-    """Return the name of the checkpoint that has this metadata."""
+    """Return the name of the checkpoint that has this metadata, None for none."""
     name = metadata.get(NAME_KEY)
     return name if isinstance(name, str) else None
 
@@ -282,8 +282,8 @@ def check_metadata(
 ) -> dict[str, str | int | float | bool | None]:
     """Return user metadata (names to plain values or numpy scalars) as plain values, with the checkpoint's name in it.
 
-    Raises UnsupportedStateError: some value is of another type, a name is that of the checkpoint's name, or all
-    together exceed 512 bytes encoded.
+    Raises UnsupportedStateError: some value is of another type, a key is reserved (:data:`NAME_KEY`,
+    :data:`REJECTED_KEY`), or all together exceed 512 bytes encoded.
     """
     try:
         if not isinstance(metadata, Mapping):
@@ -310,7 +310,7 @@ def check_metadata(
 
 
 def _plain(value: object) -> object:
-    """Return a value of a type that records have; msgspec would encode dates, enums and other types as strings."""
+    """Return a value as a plain type that records may have. Raises TypeError: msgspec would make strings of others."""
     if type(value) not in _PLAIN:
         import numpy as np  # records are read without it
 
@@ -322,7 +322,7 @@ def _plain(value: object) -> object:
 
 
 def encode_record(record: Record, store_id: bytes, block_bytes: int) -> bytes:
-    """Return one copy of a record, padded to whole blocks."""
+    """Return the bytes of one copy of a record, in whole blocks. Raises ValueError: no reader would accept it."""
     if not _sane(record):
         raise ValueError(
             f"counters must fall, slots differ, numbers be neither negative nor too large, times lie in the years 1 "
@@ -342,7 +342,7 @@ def encode_record(record: Record, store_id: bytes, block_bytes: int) -> bytes:
 
 
 def decode_record(region: bytes | bytearray | memoryview, store_id: bytes) -> Record | None:
-    """Decode and check one copy of a record; None if it is empty, torn, damaged or of another store."""
+    """Decode and check one copy of a record; None if it is empty, torn, damaged or another store's."""
     if len(region) < HEADER.size:
         return None
     magic, version, body_nbytes, record_store, generation, value = HEADER.unpack_from(region)
@@ -369,7 +369,7 @@ def decode_record(region: bytes | bytearray | memoryview, store_id: bytes) -> Re
 def _decode_line(data: bytes | bytearray | memoryview, seed: int) -> Line | None:
     """Return the :class:`Line` that follows a record's body; None if there is none, or it is damaged.
 
-    Without one, no checkpoint of the tier in memory is restored.
+    Without a line, no checkpoint of the tier in memory is restored.
     """
     if len(data) < _LINE.size:
         return None
@@ -385,7 +385,7 @@ def _decode_line(data: bytes | bytearray | memoryview, seed: int) -> Line | None
 
 
 def generation_of(region: bytes | bytearray | memoryview) -> int | None:
-    """Return the generation in the header of a copy of a record, valid or not; None if it is none."""
+    """Return the generation in the header of a copy of a record, valid or not; None if it has no such header."""
     if len(region) < HEADER.size:
         return None
     magic, _, _, _, generation, _ = HEADER.unpack_from(region)
@@ -398,7 +398,7 @@ def newest_record(commit: bytes | bytearray | memoryview, store_id: bytes) -> Re
 
 
 def entries_before(commit: bytes | bytearray | memoryview, store_id: bytes, newest: Record) -> tuple[Entry, ...]:
-    """Return the entries of the record before the newest, from the regions of the other parity; none without one."""
+    """Return the entries of the record before the newest, from the regions of the other parity; empty if it is lost."""
     regions = (commit[start : start + REGION_NBYTES] for start in region_offsets(newest.generation + 1))
     before = _newest(regions, store_id)
     return before.entries if before else ()
@@ -446,7 +446,7 @@ def names_checkpoints(commit: bytes | bytearray | memoryview) -> bool:
 def is_foreign(commit: bytes | bytearray | memoryview) -> bool:
     """Return whether a commit file without its ``store.json`` holds bytes that no store wrote.
 
-    Of a first record, which is short, a crash may leave any part: on persistent memory one without its magic, too.
+    A crash may leave any part of a first record, which is short, on persistent memory also one without its magic.
     """
     data = bytes(commit)
     regions = [data[start : start + REGION_NBYTES] for start in range(0, len(data), REGION_NBYTES)]
@@ -456,7 +456,7 @@ def is_foreign(commit: bytes | bytearray | memoryview) -> bool:
 
 
 def _regions(commit: bytes | bytearray | memoryview) -> Iterator[bytes | bytearray | memoryview]:
-    """Yield the four regions of a commit file, those that are cut off before their header's end left out."""
+    """Yield the four regions of a commit file; regions that are cut off before their header's end are left out."""
     for start in range(0, min(len(commit), COMMIT_NBYTES) - HEADER.size + 1, REGION_NBYTES):
         yield commit[start : start + REGION_NBYTES]
 
@@ -468,7 +468,7 @@ def is_sane_entry(one: Entry) -> bool:
 
 
 def _sane(record: Record) -> bool:
-    """Return whether a writer may have counted up to these numbers, and ``datetime`` can express these times."""
+    """Return whether a writer may have made this record: its numbers and times are in range, and fit together."""
     entries, above = record.entries, _LARGEST + 1
     for one in entries:
         if one.counter >= above or not is_sane_entry(one):
@@ -483,7 +483,7 @@ def _sane(record: Record) -> bool:
 
 
 def _sane_parts(parts: Parts, entries: int) -> bool:
-    """Return whether a rank may have written this: numbers in their ranges, and every rank one of its world."""
+    """Return whether a rank may have written these fields: numbers are in range, and every rank is below its world."""
     runs = [one.run for one in parts.memberships]
     if (applied := parts.applied) is not None:
         runs += [applied.run, *(key.run for key in applied.pinned)]

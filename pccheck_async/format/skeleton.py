@@ -16,15 +16,15 @@ import msgspec
 from msgspec import structs
 
 MAX_DEPTH: Final = 100
-"""Levels of nesting a state may have; far below the limits of Python's and msgpack's stacks."""
+"""Most levels of nesting of a state; far below the limits of Python's and msgpack's stacks."""
 MOST_ALIKE: Final = 256
-"""Keys of one mapping that may have the same hash. Python compares each of them with all others, so a file made of such
+"""Most keys of one mapping with the same hash. Python compares each of them with all others, so a file made of such
 keys would take time by the square of its size. Honest mappings have few: tuples of -1 and -2, which hash alike, would
 need nine items each to exceed it; only ints that differ by multiples of 2**61 - 1 exceed it easily."""
 
 
 class _Struct(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """On disk an array: the tag, then the fields in their order."""
+    """A node that is an array on disk: the tag, then the fields in their order."""
 
 
 class ArrayNode(_Struct, frozen=True, gc=False, tag="array"):
@@ -36,23 +36,23 @@ class ArrayNode(_Struct, frozen=True, gc=False, tag="array"):
 class ShardedNode(_Struct, frozen=True, tag="sharded"):
     """A tensor that lies on several ranks: its dtype and global shape, and the boxes of it that this part has.
 
-    A box is an array, whose shape are the sizes of the box; ``offsets`` has its first index in each dimension. A part
-    may have none: of ranks that share a filesystem and have the same box, one saves it.
+    A box is an array, whose shape is the size of the box; ``offsets`` has its first index in each dimension. A part
+    may have no boxes: if ranks that share a filesystem have the same box, only one of them saves it.
     """
 
     mesh: int
-    """A hash of the ranks that the tensor lies on: of others it is another tensor, although it has the same path.
+    """A hash of the ranks that the tensor lies on: tensors with one path on different ranks are different tensors.
     Negative only for plain tensors of one rank, where parts are merged (:func:`private_mesh`); never on disk."""
     dtype: str
     plain: bool
-    """It was no DTensor, but a plain tensor with equal values on all ranks."""
+    """Whether it was a plain tensor with equal values on all ranks, and no DTensor."""
     shape: tuple[int, ...]
     offsets: tuple[tuple[int, ...], ...]
     boxes: tuple[ArrayNode, ...]
 
 
 class StatefulNode(_Struct, frozen=True, tag="stateful"):
-    """An object with ``state_dict``; ``child`` is the result of that."""
+    """An object with ``state_dict``; ``child`` is the result of calling that."""
 
     child: Node
 
@@ -83,13 +83,13 @@ class ComposedNode(_Items, frozen=True, tag="composed"):
     """A tensor of a class that composes it of other tensors (``__tensor_flatten__``): their arrays are the items."""
 
     names: list[str]
-    """The attributes that have them."""
+    """The names of the attributes that hold the items, in their order."""
     context: Node
     """The context that ``__tensor_flatten__`` returned beside the names: plain values."""
     module: str
-    """Of its class,"""
+    """The module of the tensor's class."""
     name: str
-    """and the qualified name there."""
+    """The qualified name of the class in its module."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
@@ -106,7 +106,7 @@ class DictNode(_Mapping, frozen=True, tag="dict"):
 
 
 class OrderedDictNode(_Mapping, frozen=True, tag="ordered"):
-    """An OrderedDict; ``metadata`` is a list, of the ``_metadata`` that nn.Module sets on it, or of nothing."""
+    """An OrderedDict; ``metadata`` is a list with the ``_metadata`` that nn.Module sets on it, or an empty list."""
 
     metadata: list[Node]
 
@@ -179,7 +179,7 @@ class PickledNode(_Struct, frozen=True, gc=False, tag="pickle"):
     """A value of a user's type, written by ``torch.save``; unpickled only on request, as that may run code."""
 
     kind: str
-    """Name of its type, with the module."""
+    """The name of the value's type, with the module."""
     data: bytes
 
 
@@ -235,7 +235,7 @@ def replace_arrays(node: Node, place: Callable[[ArrayNode | ShardedNode], ArrayN
 
 
 _SPREAD: Final = frozenset((NoneType, bool, int, float, str, BytesNode, SurrogateStrNode))
-"""Nodes of values of which nobody can choose more than :data:`MOST_ALIKE` with the same hash."""
+"""Node types of values of which no file can have more than :data:`MOST_ALIKE` with the same hash."""
 
 
 def too_alike(nodes: Sequence[Node], values: Sequence[Hashable]) -> bool:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Storage of bytes: one protocol (:class:`Medium`), and one module for each medium.
 
-It may import transfer and the rooms below. It reads no records and decides nothing about durability. It alone owns
+It may import transfer and lower layers. It reads no records and decides nothing about durability. It alone owns
 file descriptors and locks, and is the one seam at which faults are injected (:mod:`pccheck_async.testing`).
 ``medium.files`` and ``medium.open_medium`` are imported by their names: they import torch, which
 commands such as ``pccheck watch`` do not need.

@@ -22,11 +22,11 @@ __all__ = [
 _NONE = Stage()
 
 LOCK_POLL_SECONDS = 0.01
-"""Locks of other processes can only be polled: ``flock`` does not report when a lock becomes free."""
+"""Seconds between attempts to get a lock: it can only be polled, as ``flock`` does not report when it becomes free."""
 MOST_SMALL_BYTES = 1 << 20
-"""Of a file that is read as a whole; a store's have some hundreds."""
+"""Most bytes of a file that is read as a whole; those of a store have some hundreds."""
 Piece: TypeAlias = tuple[int, memoryview]
-"""Bytes, and where in a file they go."""
+"""An offset in a file, and the bytes to write there."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,8 +37,8 @@ class File:
         nbytes: Size when it was opened or reserved.
         fd: The descriptor, -1 for a medium that has none.
         direct: Whether transfers bypass the page cache.
-        mapping: Of all its bytes in memory, for a medium that writes through one.
-        identity: Equal for two open files if both are the same file, under any name.
+        mapping: Mapping of the whole file into memory, for a medium that writes through one.
+        identity: A value that is equal for two open files if both are the same file, under any name.
     """
 
     name: str
@@ -61,7 +61,7 @@ class MediumFacts:
         block_bytes: Alignment of offsets and lengths of every transfer.
         memory_alignment: Alignment of buffers in memory.
         direct: Whether direct I/O works here.
-        why: One sentence for the log and the statistics.
+        why: The reason for ``direct``, one sentence for the log and the statistics.
     """
 
     block_bytes: int
@@ -75,7 +75,7 @@ class MediumStatistics:
     """Transfers since the medium was made; seconds are summed over concurrent operations.
 
     ``backend`` is the name of the I/O backend; ``direct``: whether transfers bypass the page cache; ``why``: the
-    reasons for both. Flushes are those of files and of names.
+    reasons for both. ``flush`` counts flushes of files and of names.
     """
 
     backend: str
@@ -89,10 +89,10 @@ class MediumStatistics:
 class Medium(abc.ABC):
     """The files of one store. Methods fail with WriteError, ReadError or StoreFullError.
 
-    Its verbs: :meth:`names` (list), :meth:`reserve`, :meth:`read`, :meth:`write`, :meth:`make_durable`, :meth:`replace`
-    (a small file, as a whole), :meth:`lock` and :meth:`close`; :meth:`open` and :meth:`remove` belong to
-    :meth:`reserve`. Staging memory comes from the engine's pool. A store decides what is durable: only :meth:`prepare`,
-    :meth:`make_durable`, :meth:`sync_names` and :meth:`replace` make anything durable, and nothing does so on its own.
+    The operations are :meth:`names` (list), :meth:`reserve`, :meth:`read`, :meth:`write`, :meth:`make_durable`,
+    :meth:`replace` (a small file, as a whole), :meth:`lock` and :meth:`close`; :meth:`open` and :meth:`remove` are for
+    files made by :meth:`reserve`. Staging memory comes from the engine's pool. The store decides when bytes become
+    durable: only :meth:`prepare`, :meth:`make_durable`, :meth:`sync_names` and :meth:`replace` make anything durable.
     ``StoreFullError`` means that there is no space. Anything but a regular file (a pipe, a device, a folder, a symbolic
     link) is never opened: CorruptStoreError.
 
@@ -101,9 +101,9 @@ class Medium(abc.ABC):
     Cancellation: every method waits until its operation ended, cancelled or not.
 
     Attributes:
-        chains: Whether :meth:`make_durable` of small pieces of several files takes about as long as that of
-            one, so that a commit may be given to it with the data that it commits. False in doubles that hold
-            single operations up: a write of another checkpoint would hold up a commit.
+        chains: Whether :meth:`make_durable` takes about as long for small pieces of several files as for one, so that
+            a commit record may be passed together with its data. False in test doubles that delay single operations:
+            a write of another checkpoint would delay a commit.
         stages: Whether :meth:`stage` may return memory.
     """
 
@@ -116,11 +116,11 @@ class Medium(abc.ABC):
 
     @abc.abstractmethod
     async def names(self) -> list[str]:
-        """Return the names of the files, sorted; none where the place does not exist."""
+        """Return the names of the files, sorted; an empty list if the folder does not exist."""
 
     @abc.abstractmethod
     async def reserve(self, name: str, nbytes: int) -> File:
-        """Make a file of ``nbytes`` zeros, its space reserved, and open it. Its name is volatile.
+        """Make a file of ``nbytes`` zeros, its space reserved, and open it; :meth:`sync_names` makes its name durable.
 
         Raises:
             StoreFullError: there is no space; nothing is left behind.
@@ -140,33 +140,33 @@ class Medium(abc.ABC):
         """Fill ``into``; return the bytes read, short only at the end of the file."""
 
     def stage(self, file: File, offset: int, nbytes: int) -> memoryview | None:
-        """Return where these bytes of ``file`` lie, to be filled and then written; None: use memory of your own."""
+        """Return memory for these bytes of ``file``, to be filled and then passed to :meth:`write`; None for none."""
         return None
 
     def view(self, file: File, offset: int, nbytes: int) -> memoryview | None:
-        """Return these bytes of ``file`` where they lie in memory, to be read there; None: use :meth:`read`.
+        """Return a view of these bytes of ``file`` in memory, to be read there; None: use :meth:`read`.
 
-        The file may be cut off meanwhile: only operations that survive that may look at them.
+        Another process may truncate the file: only operations that survive missing pages may access the view.
         """
         return None
 
     def stamp(self, file: File) -> object:
-        """Return a value that differs once anyone changed the file, as far as its times tell; None: there is none."""
+        """Return a value that changes when the file is changed, as far as its timestamps show; None: unavailable."""
         return None
 
     @abc.abstractmethod
     async def write(self, file: File, offset: int, data: memoryview) -> None:
-        """Write all of ``data``; offset, length and address are aligned by :class:`MediumFacts`. Volatile."""
+        """Write ``data``, with the alignment that :class:`MediumFacts` gives; volatile until :meth:`make_durable`."""
 
     @abc.abstractmethod
     async def make_durable(self, parts: Sequence[Part], *, ignore_cancellation: bool = False) -> None:
-        """Write the pieces of a file and then flush it, and only then those of the next: all in one go.
+        """Write and flush several files, one after the other: all pieces of a file, its flush, then the next file.
 
         A flush makes everything written to the file durable, its size too. Every file but the last is unlocked
         before the next is written.
 
         Args:
-            parts: Pieces are aligned as for :meth:`write`; none: the file is only flushed.
+            parts: Files and their pieces, aligned as for :meth:`write`; a file without pieces is only flushed.
             ignore_cancellation: The caller needs the outcome.
 
         Cancellation: raised once everything is done or a step failed, unless that leaves durability unknown.
@@ -178,7 +178,7 @@ class Medium(abc.ABC):
 
     @abc.abstractmethod
     async def sync_names(self) -> None:
-        """Make the set of names durable: all files reserved and removed so far."""
+        """Make the set of names durable: all names that were reserved or removed so far."""
 
     @abc.abstractmethod
     async def read_small(self, name: str) -> bytes | None:
@@ -188,7 +188,7 @@ class Medium(abc.ABC):
     async def replace(self, name: str, data: bytes, *, keep_as: str = "") -> None:
         """Make ``data`` all of a small file, durably, in one step: a crash leaves the old file or the new one.
 
-        The old file gets the name ``keep_as``. In between, a crash may then leave no file called ``name``.
+        If ``keep_as`` is given, the old file gets that name; then a crash may leave no file called ``name``.
         """
 
     @abc.abstractmethod
@@ -216,14 +216,14 @@ class Medium(abc.ABC):
 
 
 class StepwiseMedium(Medium):
-    """A medium that makes durable one step after the other: each write, flush and unlocking is an operation."""
+    """A medium whose :meth:`make_durable` performs each write, flush and unlocking as an operation of its own."""
 
     @abc.abstractmethod
     async def flush(self, file: File) -> None:
         """Make everything written to ``file``, and its size, durable."""
 
     async def make_durable(self, parts: Sequence[Part], *, ignore_cancellation: bool = False) -> None:
-        """See :meth:`Medium.make_durable`."""
+        """Write and flush step by step (:meth:`Medium.make_durable`)."""
         steps = asyncio.ensure_future(self._make_durable(parts))
         try:
             await uninterrupted(steps)

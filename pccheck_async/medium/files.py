@@ -41,7 +41,7 @@ _WRITE, _FLUSH, _UNLOCK, _LINKED = Kind.WRITE, Kind.FLUSH, Kind.UNLOCK, Kind.LIN
 
 
 class Files(Medium):
-    """The files of one folder, moved by an I/O backend; ``reason`` is why that one, for the statistics."""
+    """The files of one folder, transferred by an I/O backend; ``reason`` for that backend is for the statistics."""
 
     chains = True
 
@@ -86,7 +86,7 @@ class Files(Medium):
         return await self._look(name, self._folder.read_small, name)
 
     async def _look(self, name: str, function: Callable[..., T], *arguments: object) -> T | None:
-        """Return the function's result, or None if there is no such file or folder."""
+        """Call a function on a helper thread; return its result, or None if there is no such file or folder."""
         with self._errors(name, read_error), suppress(FileNotFoundError, NotADirectoryError):
             return await self._operations.call(function, *arguments)
         return None
@@ -259,7 +259,7 @@ class Files(Medium):
     def _count(
         self, files: Sequence[File], steps: Sequence[ChainStep], ended: Sequence[Step], start: float
     ) -> OSError | None:
-        """Count the steps of a chain as single operations; return the error that ended it, or None."""
+        """Add the steps of a chain that ended to the statistics; return the error that ended the chain, or None."""
         note = self._clock.note
         for step, (_, end) in zip(steps, ended, strict=False):
             kind = step[0]
@@ -278,7 +278,7 @@ class Files(Medium):
         return failure
 
     def _give_up_direct(self, file: File) -> None:
-        """Turn direct I/O off where a filesystem accepted the flag and then refuses the transfer."""
+        """Turn direct I/O off, also for files opened later: the filesystem accepted it and then refused a transfer."""
         if not file.direct:
             return  # another transfer of this file did it meanwhile
         fcntl.fcntl(file.fd, fcntl.F_SETFL, fcntl.fcntl(file.fd, fcntl.F_GETFL) & ~os.O_DIRECT)
@@ -291,7 +291,7 @@ class Files(Medium):
 
 
 def map_error(error: OSError, path: Path) -> OSError:
-    """Map the ``OSError`` of a failed change, keeping errno and naming the file."""
+    """Map the ``OSError`` of a failed change to WriteError or StoreFullError, keeping errno and naming the file."""
     if error.errno in _NO_SPACE:
         why = largest_file() if error.errno == errno.EFBIG else error.strerror
         return StoreFullError(error.errno, f"{why}; committed checkpoints are untouched", os.fspath(path))
@@ -299,12 +299,12 @@ def map_error(error: OSError, path: Path) -> OSError:
 
 
 def _flushes(steps: Sequence[ChainStep]) -> bool:
-    """Whether one of these is a flush, so that the failure of a later step leaves durability unknown."""
+    """Whether one of these steps is a flush, so that the failure of a later step leaves durability unknown."""
     return any(kind == _FLUSH for kind, *_ in steps)
 
 
 def _steps(parts: Sequence[Part]) -> tuple[list[File], list[ChainStep]]:
-    """Return the steps that persist ``parts``, and of each the file; the last part's file stays locked."""
+    """Return the files of all steps, and the steps that make ``parts`` durable; the last part's file stays locked."""
     files = [file for file, _ in parts]
     # First whether they have names: else all could succeed, and be gone with the descriptors.
     steps: list[ChainStep] = [(_LINKED, file.fd) for file in files]

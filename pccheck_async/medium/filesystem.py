@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kind of filesystem that a folder is on, and its alignment of direct I/O: from the kernel, and by trying."""
+"""The kind of filesystem that a folder is on, and its alignment for direct I/O, from the kernel and by a trial."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ except ImportError:  # built without a compiler
 __all__ = ["IN_MEMORY", "filesystem_type", "free_bytes", "probe", "slot_bytes", "slot_sizes"]
 
 IN_MEMORY = frozenset({"tmpfs", "ramfs"})
-"""Newer kernels accept O_DIRECT here, aligned or not, and go through the page cache all the same."""
+"""Filesystems in memory. Newer kernels accept O_DIRECT on them, aligned or not, but still use the page cache."""
 WEAK_RESERVATION = frozenset(
     {"btrfs", "zfs", "bcachefs", "overlay", "nfs", "nfs4", "cifs", "smb3", "ceph", "9p", "virtiofs"}
 )
-"""Copy-on-write, layered or remote: space that was reserved may still be missing when it is written."""
+"""Copy-on-write, layered or remote filesystems: reserved space may still be missing when it is written."""
 
 
 def direct_alignment(fd: int) -> tuple[int, int]:
     """Return (memory alignment, offset and length alignment) in bytes for direct I/O on an open file.
 
     If the kernel does not report it (before Linux 6.1, some filesystems), the larger of page and preferred block size
-    is assumed: every filesystem known to do direct I/O accepts it. Raises OSError if the kernel reports none.
+    is assumed: every filesystem known to do direct I/O accepts it. Raises OSError if the file takes no direct I/O.
     """
     told = dio_alignment(fd)
     if told == (0, 0):
@@ -74,7 +74,7 @@ def _mount(folder: str | os.PathLike[str]) -> str:
 
 
 def probe(folder: Path, create: bool) -> MediumFacts:
-    """Find out by trying: the flag may be refused at open, or only at the first transfer."""
+    """Return alignment and direct I/O of a folder, by a trial: O_DIRECT may be refused at open, or at a transfer."""
     kind = filesystem_type(folder)
     if kind in IN_MEMORY:
         return _buffered(f"{kind} lies in memory")
@@ -102,9 +102,10 @@ def probe(folder: Path, create: bool) -> MediumFacts:
 
 
 def _open_probe(folder: Path, create: bool) -> tuple[int, bool]:
-    """An existing store is probed by reading, so that opening it writes nothing; a new folder by a nameless file.
+    """Open a file with O_DIRECT for a trial; return its descriptor, and whether it is writable.
 
-    Of a group's folder the store of a rank is probed.
+    An existing store is probed by reading its records, so that opening it writes nothing; a group's folder by those of
+    a rank; a new folder, with ``create``, by writing a nameless file. Raises OSError.
     """
     try:
         return open_regular(folder / COMMIT_NAME, os.O_RDONLY | os.O_DIRECT), False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A folder that is held open: its files are found in it even after it was moved."""
+"""A folder that is held open, so that its files are found even after the folder was moved."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ __all__ = ["Folder", "largest_file", "open_nameless", "open_new", "open_regular"
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _MODE = 0o666  # the user's umask decides
 _NO_RESERVATION = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
-"""The first is the C library's: it writes single bytes instead, which direct I/O refuses."""
+"""Errors that mean that the filesystem reserves no space. EINVAL comes from the C library, whose substitute writes
+single bytes, which direct I/O refuses."""
 _ZEROS_NBYTES = 4 << 20
 _KINDS = {"l": "symbolic link", "p": "pipe", "d": "folder", "s": "socket", "c": "device", "b": "device"}
-"""By the first letter that :func:`stat.filemode` gives."""
+"""Kinds of files by the first letter of :func:`stat.filemode`."""
 
 
 _opening = ForkLock()
@@ -34,12 +35,12 @@ _opening = ForkLock()
 class Folder:
     """Files of a folder, and the descriptors that were opened there. Methods that touch the disk may take long.
 
-    Until :meth:`hold` it is found by its path each time. Every descriptor is recorded from the moment it is opened: a
-    forked child, which would share their locks, closes all of them by :meth:`abandon`.
+    Until :meth:`hold` the folder is found by its path each time. Every descriptor is recorded when it is opened: a
+    forked child, which would share its lock, closes all of them by :meth:`abandon`.
 
     Attributes:
-        path: Where it was.
-        zeros: Why space is reserved by writing zeros; empty as long as the filesystem reserves it.
+        path: Path of the folder when this object was made.
+        zeros: Reason for reserving space by writing zeros; empty as long as the filesystem reserves it.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -49,7 +50,7 @@ class Folder:
         self._fds: set[int] = set()
 
     def create(self) -> None:
-        """Make it durably, and all folders above it, where they do not exist."""
+        """Make the folder and all missing folders above it, durably."""
         folder, missing = self.path, []
         while not folder.is_dir():
             missing.append(folder)
@@ -68,15 +69,15 @@ class Folder:
         return sorted(os.listdir(self.path if self._handle is None else self._handle))
 
     def open(self, name: str, flags: int) -> int:
-        """Open a file that is there. Raises CorruptStoreError for anything but a regular one."""
+        """Open an existing file. Raises CorruptStoreError for anything but a regular file."""
         return self._remembered(lambda: self.open_unknown(name, flags))
 
     def open_unknown(self, name: str, flags: int) -> int:
-        """Open a file, making it with ``O_CREAT``, for a moment: the caller closes it."""
+        """Open a file (or make it, with ``O_CREAT``) without recording the descriptor: the caller soon closes it."""
         return open_regular(self.path / name, flags, _MODE, dir_fd=self._handle)
 
     def read_small(self, name: str) -> bytes:
-        """Return all of a file."""
+        """Return the contents of a small file. Raises CorruptStoreError if it is large."""
         with open(name, "rb", opener=self.open_unknown) as file:
             data = file.read(MOST_SMALL_BYTES + 1)
         if len(data) > MOST_SMALL_BYTES:
@@ -84,7 +85,7 @@ class Folder:
         return data
 
     def replace(self, name: str, data: bytes, keep_as: str) -> None:
-        """Replace a file's contents, durably and atomically; the file there before gets the name ``keep_as``."""
+        """Replace a file's contents, durably and atomically; the old file gets the name ``keep_as``, unless empty."""
         new = name + ".new"
         # Crash: writes that the killed writer of a left-over had queued land in ours.
         with suppress(FileNotFoundError):
@@ -99,7 +100,7 @@ class Folder:
         self.sync()  # crash: acknowledged, and the old file back
 
     def make(self, name: str, flags: int, nbytes: int) -> int:
-        """Make a file with space reserved for ``nbytes``."""
+        """Make a file with space reserved for ``nbytes``, and return its descriptor."""
         flags |= os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = self._remembered(lambda: os.open(self._named(name), flags, _MODE, dir_fd=self._handle))
         try:
@@ -124,7 +125,7 @@ class Folder:
         os.unlink(self._named(name), dir_fd=self._handle)
 
     def sync(self) -> None:
-        """Make its entries durable."""
+        """Make the folder's entries durable."""
         if self._handle is None:
             sync(self.path)
         else:
@@ -154,12 +155,12 @@ class Folder:
 
 
 def open_nameless(folder: Path, flags: int = 0) -> int:
-    """Open a new file of a folder for reading and writing; it has no name. Raises OSError: there is no such thing."""
+    """Open a new file without a name for reading and writing. Raises OSError: the filesystem has no such files."""
     return os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC | flags, _MODE)
 
 
 def open_new(folder: Path, flags: int = 0) -> tuple[int, Path | None]:
-    """Open a new file of a folder, without a name if that is possible; else its path is returned, to be removed."""
+    """Open a new file of a folder, and return its descriptor, and its path to be removed; None if it has no name."""
     try:
         return open_nameless(folder, flags), None
     except OSError as error:
@@ -170,7 +171,7 @@ def open_new(folder: Path, flags: int = 0) -> tuple[int, Path | None]:
 
 
 def largest_file() -> str:
-    """Return in words what forbids a file that is too large (EFBIG): the limit of this process, or the filesystem."""
+    """Return the reason and a remedy for EFBIG: a limit of this process, or of the filesystem, on the size of files."""
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if limit == resource.RLIM_INFINITY:
         return "File too large for this filesystem: use another one"
@@ -178,9 +179,9 @@ def largest_file() -> str:
 
 
 def reserve(fd: int, nbytes: int) -> str:
-    """Reserve the space of an open file up to ``nbytes``, which become its size.
+    """Reserve the space of an open file up to ``nbytes``, which becomes its size.
 
-    Returns why zeros were written for it; empty if the filesystem reserves space. Raises OSError: there is no space.
+    Returns the reason why zeros were written; empty if the filesystem reserves space. Raises OSError: no space.
     """
     try:
         os.posix_fallocate(fd, 0, nbytes)
@@ -207,10 +208,10 @@ def sync(path: Path) -> None:
 def open_regular(path: str | os.PathLike[str], flags: int, mode: int = 0o666, *, dir_fd: int | None = None) -> int:
     """Open a file like :func:`os.open`, but only a regular file.
 
-    Opening a pipe waits for its other end, a symbolic link leads into another user's file, and a device may do
-    anything. This package makes none of these.
+    Opening a pipe waits for its other end, a symbolic link may lead to another user's file, and opening a device may
+    have any effect. This package makes none of these.
 
-    With ``dir_fd``, a folder that is open, only the last part of ``path`` is looked up, there.
+    With ``dir_fd``, the descriptor of a folder, the last component of ``path`` is looked up in that folder.
 
     Raises:
         CorruptStoreError: it is no regular file.

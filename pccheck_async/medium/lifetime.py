@@ -46,14 +46,14 @@ def forget(engine: Open) -> None:
 
 
 def holder_here(path: str | os.PathLike[str]) -> Open | None:
-    """Return the engine of this process that has a store open; None where none has, or it is closing."""
+    """Return the engine of this process that has a store open; None if there is none, or it is closing."""
     wanted = os.path.realpath(path)
     found = (each for each in list(_open.values()) if each.is_open and os.path.realpath(each.path) == wanted)
     return next(found, None)
 
 
 def call_to_close(engine: Open) -> str:
-    """Return what to type to close an engine, after a colon, if the program or session has a name for it."""
+    """Return a colon and the call that closes an engine, for a message; empty if ``__main__`` has no name for it."""
     facade, names = None if engine.facade is None else engine.facade(), vars(sys.modules["__main__"])
     there = [name for name, value in [*names.items()] if value is facade is not None]
     if isinstance(outputs := names.get("Out"), dict):  # a notebook's cells that end in the engine

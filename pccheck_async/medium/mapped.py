@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The medium in memory that keeps its contents: files of a folder, mapped (PCcheck, section 3.3, persistent memory)."""
+"""The medium for persistent memory: files of a folder, mapped into memory (PCcheck, section 3.3)."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _WHY: dict[Kind, str] = {
 
 
 def kind_of_folder(folder: Path) -> Kind:
-    """Return the kind of mapped files in a folder, or in the nearest one above that exists.
+    """Return the kind of mapped files in a folder, or in the nearest folder above it that exists.
 
-    An existing store is not written to: a file without a name is.
+    For that, a new file without a name is mapped; nothing is written to an existing store.
     """
     folder = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
     with suppress(OSError):
@@ -48,7 +48,7 @@ def kind_of_folder(folder: Path) -> Kind:
 
 
 class MappedFiles(StepwiseMedium, Files):
-    """Files that are written through mappings, and otherwise :class:`Files`.
+    """:class:`Files` that are written through mappings.
 
     On persistent memory, data is durable as soon as it is written, without a system call.
     """
@@ -154,7 +154,7 @@ class MappedFiles(StepwiseMedium, Files):
 
 
 def _at_once(file: File, pieces: Sequence[Piece]) -> bool:
-    """Whether pieces of a file become durable without waiting for anything."""
+    """Whether pieces of a file become durable without waiting for a thread or the kernel."""
     mapping = file.mapping
     ready = mapping is not None and mapping.durable and mapping.settled
     return ready and all(len(data) <= MOST_BYTES_ON_LOOP for _, data in pieces)

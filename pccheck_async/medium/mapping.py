@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A file mapped into memory, and the instructions or calls that make bytes stored there durable.
 
-Three kinds, distinguished by trying:
+There are three kinds, distinguished by a trial:
 
 - ``"persistent"``: the filesystem accepts MAP_SYNC (DAX: persistent memory, CXL memory, battery-backed DRAM). Stored
   bytes are durable once their cache lines were written back and fenced: no system call.
-- ``"emulated"``: tmpfs. The same instructions, and nothing survives the power: for tests, and against dying processes.
+- ``"emulated"``: tmpfs, with the same instructions. Bytes survive the process, but no power loss; also for tests.
 - ``"cached"``: pages of the page cache, anywhere else. The kernel flushes them (``msync``).
 """
 
@@ -40,10 +40,10 @@ _MAP_SYNC = 0x80000
 _MAP_SHARED_VALIDATE = 0x03
 _MS_SYNC = 4
 _MADV_DONTFORK = 10
-"""A forked child gets none of it: it must not write to a store, and its memory is not the parent's."""
+"""madvise: a forked child does not get the memory. It must not write to a store."""
 _MADV_DONTDUMP = 16
 _MADV_POPULATE_WRITE = 23
-"""From Linux 5.14 on: pages are there before they are stored to, or an error reports that they cannot be."""
+"""madvise, from Linux 5.14 on: map all pages before they are stored to; an error reports pages that are missing."""
 _FAILED = ctypes.c_void_p(-1).value
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -80,7 +80,7 @@ def shared_flags(*, sync: bool) -> int:
 
 
 def unmap(address: int, nbytes: int, pid: int) -> None:
-    """Unmap memory of the process ``pid``: a forked child has no such memory, and maybe other memory there."""
+    """Unmap memory if this is the process ``pid``: a forked child has not this memory there, and maybe other memory."""
     if os.getpid() == pid:
         libc.munmap(address, nbytes)
 
@@ -97,12 +97,12 @@ def map_file(fd: int, nbytes: int, *, sync: bool) -> memoryview:
     Python's own ``mmap`` duplicates the descriptor, and a duplicate in a forked child would keep the file's lock.
 
     Args:
-        fd: Open for reading and writing.
+        fd: The descriptor, open for reading and writing.
         nbytes: The size of the file.
-        sync: With MAP_SYNC: stored bytes need no flush of the file's metadata.
+        sync: Whether to map with MAP_SYNC: stored bytes need no flush of the file's metadata.
 
     Raises:
-        OSError: It cannot be mapped: EOPNOTSUPP if ``sync`` is set and the filesystem has no such memory.
+        OSError: The file cannot be mapped: EOPNOTSUPP if ``sync`` is set and the filesystem has no such memory.
     """
     address = map_for_this_process(None, nbytes, shared_flags(sync=sync), fd, 0)
     memory = (ctypes.c_ubyte * nbytes).from_address(address)
@@ -111,10 +111,10 @@ def map_file(fd: int, nbytes: int, *, sync: bool) -> memoryview:
 
 
 def view_private(fd: int, nbytes: int) -> memoryview:
-    """Map the beginning of an open file that is locked, shared; what is written there stays in this process.
+    """Map the first ``nbytes`` of an open file privately: stores to the view stay in this process.
 
-    A lock of its own is held until the last view is gone, and in a forked child, which has the mapping too, until that
-    ends. Raises OSError.
+    The mapping holds a shared lock of its own on the file, until the last view is gone; a forked child, which has the
+    mapping too, holds it until it ends. Raises OSError.
     """
     own = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -128,12 +128,12 @@ def view_private(fd: int, nbytes: int) -> memoryview:
 
 
 class Mapping:
-    """One file. Methods raise OSError, and may be called from any thread.
+    """A writable mapping of one file. Methods raise OSError, and may be called from any thread.
 
     Attributes:
-        view: All of its bytes.
-        durable: Whether bytes are durable (or as good as, where that is emulated) when :meth:`store` returns.
-        settled: Whether the kernel flushed the file since it was opened: its size, and all stores by others before.
+        view: All bytes of the file.
+        durable: Whether bytes are durable (or treated so, where that is emulated) when :meth:`store` returns.
+        settled: Whether the file was flushed since it was opened: its size, and all stores of earlier writers.
     """
 
     settled = False
@@ -151,7 +151,7 @@ class Mapping:
             # EINVAL, of an older kernel: pages come with the first stores.
 
     def store(self, offset: int, data: memoryview) -> None:
-        """Store bytes in their place, unless they are there already; where the mapping is ``durable``, durably."""
+        """Copy bytes to ``offset``, unless ``data`` is that memory itself; if the mapping is ``durable``, durably."""
         self._copy(offset, data)
         if self.durable:
             # Crash: bytes that a record names were in the caches of the processor only.
@@ -160,7 +160,7 @@ class Mapping:
             self._fence()
 
     def flush(self) -> None:
-        """Make all that was stored durable, where it is not yet."""
+        """Make all stored bytes durable, unless the mapping is ``durable``."""
         if not self.durable and libc.msync(self._address, len(self.view), _MS_SYNC) != 0:
             raise last_error()
 

@@ -22,7 +22,7 @@ IO = Literal["auto", "threads", "python"] | Medium | Callable[[str, Operations],
 """Name of an I/O backend; or a medium, or a function that makes one, as the failure doubles in ``testing`` are."""
 
 MediumName = Literal["auto", "files", "mapped"]
-"""Of the medium that a store is written to."""
+"""Name of the medium that a store is written to."""
 _NAMES = ("auto", "threads", "python")
 
 
@@ -31,8 +31,8 @@ class OpenMedium:
     """A medium and the I/O backend under it, for one engine or load.
 
     Attributes:
-        path: Its folder, for messages.
-        reason: Why that backend, in one sentence.
+        path: Folder of the medium, for messages.
+        reason: Reason for the choice of the backend, in one sentence.
     """
 
     operations: Operations
@@ -49,7 +49,7 @@ class OpenMedium:
     async def close(self) -> None:
         """Wait until every operation ended and stop the threads; only then close the files.
 
-        Cancellation: raised when all of it is closed; else the files would stay locked.
+        Cancellation: raised when everything is closed; else the files would stay locked.
         """
         await uninterrupted(self._close())
 
@@ -59,7 +59,7 @@ class OpenMedium:
 
 
 def check_io(io: IO) -> None:
-    """Refuse an unknown name, and a backend that does not work here. Raises ValueError."""
+    """Raise ValueError for an unknown name, or for a backend that does not work here."""
     if io == "io_uring":  # type: ignore[comparison-overlap]
         raise ValueError(
             "io='io_uring' was removed: it was never faster; io='threads' (or 'auto') reads and writes the same stores"
@@ -73,14 +73,18 @@ def check_io(io: IO) -> None:
 async def open_medium(
     path: str | os.PathLike[str], io: IO, *, writers: int, copiers: int, medium: MediumName = "files"
 ) -> OpenMedium:
-    """Start the threads. Called on the engine's loop.
+    """Start the threads of an I/O backend, and return it with a medium for a folder. Called on the engine's loop.
 
     Args:
         path: Folder of the store.
-        io: As of :class:`pccheck_async.CheckpointEngine`; so is ``medium``.
-        writers: Threads for writing and reading.
-        copiers: Threads for copying.
-        medium: Ignored where ``io`` is or makes one.
+        io: I/O backend or medium, as for :class:`pccheck_async.CheckpointEngine`.
+        writers: Number of threads for writing and reading.
+        copiers: Number of threads for copying.
+        medium: Name of the medium, ignored if ``io`` is a medium or makes one.
+
+    Raises:
+        ValueError: ``io`` is unknown, or does not work here.
+        ReadError: The threads cannot be started.
     """
     check_io(io)
     if isinstance(io, str) and io != "auto":
@@ -112,7 +116,7 @@ async def open_medium(
 def store_path(path: str | os.PathLike[str]) -> str:
     """Return the absolute path of a store.
 
-    Raises ValueError for "", "~..." and URLs, which mean another place, TypeError if it is no path.
+    Raises ValueError for "", "~..." and URLs, which are no paths of a folder, TypeError for other types.
     """
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"the path of the store is a folder (str or Path), not {path!r}")

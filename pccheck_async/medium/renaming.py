@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Renames that fail if the new name exists, or exchange both names."""
+"""Renames that fail if the new name exists, and exchanges of two names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def rename_new(temporary: Path, path: Path) -> int:
-    """Return 0, or an errno: EEXIST if the name exists, EINVAL if the filesystem does not support the check."""
+    """Rename unless ``path`` exists; return 0 or an errno: EEXIST if it does, EINVAL if the check is not supported."""
     return _rename(temporary, path, _RENAME_NOREPLACE)
 
 

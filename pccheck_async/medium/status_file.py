@@ -35,13 +35,13 @@ _HEAD = re.compile(_MAGIC + rb"([0-9a-f]{8}) ([0-9a-f]{8})\n")
 _MOST_BYTES = 1 << 20
 _TRIES = 20
 _STALE_SECONDS = 10.0
-"""If the filesystem locks nothing, a writer whose last status is older than this counts as dead."""
+"""Age of the last status from which a writer is taken for dead if the filesystem has no locks."""
 _Int = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
-"""Within the range that converts to float; larger ones are forged."""
+"""An integer of 64 bits, which converts to float; larger ones are forged."""
 
 
 class InFlightStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A checkpoint in progress (see ``PendingCheckpoint.progress``). Seconds since admission."""
+    """A checkpoint in progress (see ``PendingCheckpoint.progress``); ``seconds`` is the time since its admission."""
 
     step: _Int
     counter: _Int
@@ -66,24 +66,24 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """A published status; fields without a line here are those of :class:`pccheck_async.EngineStatistics`.
 
     Attributes:
-        pid: Its process.
-        host: The machine.
+        pid: Id of the engine's process.
+        host: Name of the engine's machine.
         started: When the engine was opened, in seconds since the epoch.
         time: When this was published, in seconds since the epoch.
-        in_flight: Oldest first.
-        committed: The newest ones, newest first.
-        counts: By name: admitted, durable, superseded, failed, skipped, abandoned, in_memory.
-        save_seconds: From admission to durable, on average; None before the first.
-        stage_bytes: By stage, so far.
-        stage_seconds: By stage, so far, summed over concurrent operations.
+        in_flight: Checkpoints in progress, oldest first.
+        committed: The newest committed checkpoints, newest first.
+        counts: Numbers of checkpoints: admitted, durable, superseded, failed, skipped, abandoned, in_memory.
+        save_seconds: Time from admission to durability, on average; None before the first.
+        stage_bytes: Bytes of each stage so far.
+        stage_seconds: Seconds of each stage so far, summed over concurrent operations.
         host_memory: Staging memory that may be used, in bytes.
         interval: Steps between checkpoints that the policy has decided on; None if it goes by time or is undecided.
-        interval_seconds: Seconds between them; None if not known.
-        reason: Why.
+        interval_seconds: Seconds between checkpoints; None if not known.
+        reason: The policy's reason for the interval.
         step: The last step that ``engine.step`` finished, None before the first.
-        step_seconds: From the end of the step before it to its end: the time of the whole loop; None before the second.
-        next_step: After which the next checkpoint is due, None if not known.
-        next_time: When it is due, in seconds since the epoch, None if not known.
+        step_seconds: Time between the ends of the last two steps, with all of the loop; None before the second.
+        next_step: The step after which the next checkpoint is due, None if not known.
+        next_time: The time when it is due, in seconds since the epoch, None if not known.
         failure: The error that stopped the store from taking commits; empty while it takes them.
     """
 
@@ -119,7 +119,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 def copied(kind: type[S], source: object, **others: Any) -> S:
-    """Return a struct whose fields are the attributes of ``source`` that have their names, apart from ``others``."""
+    """Return a struct whose fields are ``others``, and for the rest the attributes of ``source`` of the same names."""
     same = {name: getattr(source, name) for name in kind.__struct_fields__ if name not in others}
     return kind(**same, **others)
 
@@ -146,7 +146,7 @@ def starts_status(head: bytes) -> bool:
 def read_status(path: str | os.PathLike[str]) -> Published | None:
     """Read the last status of a store's engine; None if there is none, or it cannot be decoded.
 
-    Takes no lock of the store, and writes nothing. Raises OSError if the file cannot be read.
+    This takes no lock of the store, and writes nothing. Raises OSError if the file cannot be read.
     """
     name = Path(path) / STATUS_NAME
     while True:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One file whose ranges are seen through windows: memory that stays at its address while the range behind it changes.
+"""One file whose ranges are seen through windows: memory at a fixed address that shows a changeable range of the file.
 
 A user holds arrays in a window. :meth:`Window.move` puts another range of the file there, in one step and without
 copying: by then that range holds a copy, so the arrays show the same contents as before, and later stores into them
@@ -46,12 +46,12 @@ _PROT_NONE = 0
 _ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _MAP_FIXED = 0x10
 _MOVE = 1 | 2
-"""Of mremap: MAYMOVE and FIXED."""
+"""Flags of mremap: MAYMOVE and FIXED."""
 _MOVE_AND_KEEP = _MOVE | 4
-"""With DONTUNMAP (Linux 5.13 for files): the old range stays mapped, so that there is never a hole which another
-thread's malloc could fill."""
+"""Flags with DONTUNMAP, too (Linux 5.13 for files): the old range stays mapped, so that there is never a hole which
+another thread's malloc could fill."""
 _HUGE_BYTES = 2 << 20
-"""Windows of this size begin at multiples of it: then whole page tables are moved, not their entries."""
+"""Windows of at least this size begin at multiples of it, so that whole page tables are moved, not their entries."""
 _opening = ForkLock()
 _DYING_SECONDS = 1.0
 
@@ -60,7 +60,7 @@ class Window:
     """Memory that shows a range of a file. :meth:`WindowedFile.window` makes it.
 
     Attributes:
-        offset: Where the range begins that it shows now, in bytes.
+        offset: Offset in bytes, in the file, of the range that the window shows now.
         nbytes: Length of the range, whole pages.
     """
 
@@ -86,13 +86,13 @@ class Window:
         self._handed: Any = memory
 
     def memory(self) -> memoryview:
-        """Return all of its bytes; once: the window lives as long as anything made of them."""
+        """Return the window's bytes. Called once; the window lives as long as anything that refers to them."""
         memory, self._handed = self._handed, None
         return memoryview(memory).cast("B")
 
     @property
     def held(self) -> bool:
-        """Whether anything made of its memory is left."""
+        """Whether anything still refers to the window's memory."""
         return self._memory is not None and self._memory() is not None
 
     def move(self, offset: int) -> None:
@@ -141,19 +141,19 @@ class Window:
 class WindowedFile:
     """One locked file: a mapping of all of it, through which bytes are made durable, and windows for users.
 
-    Methods raise WriteError and its kin. One thread at a time.
+    Methods raise WriteError and StoreFullError. They are called on one thread at a time.
 
     Args:
         path: The file.
-        writable: Else it is locked with other readers, and windows show it privately.
+        writable: Whether the lock is exclusive and stores go to the file; else the lock is shared, stores are private.
 
     Raises:
-        StoreLockedError: It is open elsewhere, and one of both writes.
+        StoreLockedError: The file is open elsewhere, and one of both writes.
         FileNotFoundError: There is no such file.
-        CorruptStoreError: It is no regular file.
+        CorruptStoreError: The path is no regular file.
 
     Attributes:
-        fd: Open as long as the file or memory of a window is held; -1 in a forked child.
+        fd: The descriptor; -1 after :meth:`close`, and in a forked child.
         kind: The kind of its memory (see :mod:`pccheck_async.medium.mapping`).
         nbytes: Bytes that are mapped (:meth:`map`).
     """
@@ -201,11 +201,11 @@ class WindowedFile:
 
     @staticmethod
     def create(path: Path, nbytes: int, head: bytes) -> None:
-        """Make a file, its space reserved, that begins with ``head``: all of that durably, or nothing.
+        """Make a file of ``nbytes`` that begins with ``head``, its space reserved: all of that durably, or nothing.
 
         Raises:
             FileExistsError: There is something of that name.
-            StoreFullError: There is not so much space.
+            StoreFullError: There is not enough space.
         """
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -230,11 +230,11 @@ class WindowedFile:
         return os.fstat(self.fd).st_size
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """Return bytes, fewer at the end of the file; by the kernel: a hole in the file is no fault."""
+        """Return bytes, fewer at the end of the file. The kernel reads them, so that missing pages cause no fault."""
         return os.pread(self.fd, nbytes, offset)
 
     def map(self, nbytes: int) -> None:
-        """Map so many bytes of the file, after a flush of earlier writers' stores."""
+        """Map the first ``nbytes`` of the file, after a flush of earlier writers' stores."""
         try:
             # Crash: a dead predecessor's stores were in caches only, and data that builds on them becomes durable.
             os.fsync(self.fd)
@@ -244,7 +244,7 @@ class WindowedFile:
         self.nbytes = nbytes
 
     def grow(self, nbytes: int) -> None:
-        """Reserve more space, durably, and map it, too. Raises StoreFullError; then nothing has changed."""
+        """Reserve the file up to ``nbytes``, durably, and map it. Raises StoreFullError; then nothing has changed."""
         before = self.size
         try:
             _reserve(self.fd, nbytes, self.path)
@@ -255,7 +255,7 @@ class WindowedFile:
         self.map(nbytes)
 
     def view(self, offset: int, nbytes: int) -> memoryview:
-        """Return bytes in their place in the mapping of the whole file."""
+        """Return a view of bytes of the file in its mapping."""
         assert self._mapping is not None
         return self._mapping.view[offset : offset + nbytes]
 
@@ -271,11 +271,11 @@ class WindowedFile:
         self.view(offset, len(data))[:] = data
 
     def persist(self, offset: int, nbytes: int) -> None:
-        """Write back all stores to a range, by any writer: durable at once, or with the next :meth:`flush`."""
+        """Write back all stores to a range, by any code: they are durable at once, or with the next :meth:`flush`."""
         self.store(offset, self.view(offset, nbytes))
 
     def store(self, offset: int, data: memoryview) -> None:
-        """Store bytes: they are durable, or with the next :meth:`flush`."""
+        """Store bytes: they are durable at once, or with the next :meth:`flush`."""
         assert self._mapping is not None
         try:
             self._mapping.store(offset, data)
@@ -306,7 +306,7 @@ class WindowedFile:
 
     @property
     def closed(self) -> bool:
-        """Whether it is closed, or belongs to the process that this one was forked from."""
+        """Whether the file is closed, or belongs to the process that this one was forked from."""
         return self.fd < 0
 
     def close(self) -> None:
@@ -320,7 +320,7 @@ class WindowedFile:
         self._finalizer()
 
     def abandon(self) -> None:
-        """Keep only the contents of windows, in a forked child."""
+        """Close the file in a forked child; windows keep their contents, as private memory."""
         if self.closed:
             return
         with suppress(OSError):
@@ -335,7 +335,7 @@ class WindowedFile:
 
 
 def _reserve(fd: int, nbytes: int, path: Path) -> None:
-    """Reserve space, so that no store faults for want of it."""
+    """Reserve space, so that no store to the mapping faults for want of it. Raises StoreFullError, WriteError."""
     try:
         reserve(fd, nbytes)
     except OSError as error:

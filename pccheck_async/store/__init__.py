@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The durable state: which checkpoints exist, the slot of the next one, and the commit (:meth:`.Store.commit`).
 
-It may import medium and the rooms below; no engine, loop or trainer. While an engine runs, only this package decides
+It may import medium and lower layers, but no engine, loop or trainer. While an engine runs, only this package decides
 which checkpoints a commit record names, and flushes through the store's medium; ``upkeep.recover`` rewrites a store
 that is not open. :class:`Store` writes, :class:`CheckpointReader` reads, also beside a writer in another process.
 

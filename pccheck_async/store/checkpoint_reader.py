@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading one checkpoint: the parts of all ranks that saved it, of which one process has one.
+"""Reading one checkpoint: the parts of all ranks that saved it; a checkpoint of one process has one part.
 
 Tensors that lie on several ranks are made of the boxes in all parts: into the boxes of this rank's live tensors, or in
-full. A manifest has tensors in full as storages behind the payload of the part that is read first, one for each such
+full. In a manifest, tensors in full are storages after the payload of the part that is read first, one for each such
 tensor, C-contiguous; bytes of these ranges are read from the boxes.
 """
 
@@ -37,11 +37,11 @@ __all__ = ["CheckpointReader", "check_descriptors"]
 
 _PIECE_BYTES = 4 << 20
 _SPARE_DESCRIPTORS: Final = 4
-"""For the records that are read while parts are locked, and for other threads."""
+"""Descriptors left for the records that are read while parts are locked, and for other threads."""
 
 
 def check_descriptors(files: int, what: str = "reading") -> None:
-    """Raise ReadError if this process may not open so many files at a time, before the first part is read."""
+    """Raise ReadError if this process may not open ``files`` more files; ``what`` begins the message."""
     free = available_descriptors()
     if files + _SPARE_DESCRIPTORS > free:
         raise ReadError(
@@ -55,7 +55,7 @@ class _Full(NamedTuple):
     """A tensor in full, in a storage of its own."""
 
     start: int
-    """Byte at which that begins, behind the payload."""
+    """Offset in bytes at which the storage begins, after the payload."""
     path: str
     node: ShardedNode
 
@@ -67,18 +67,18 @@ class _Full(NamedTuple):
 class CheckpointReader:
     """Reads one checkpoint, on one loop; one medium, its threads and one pool serve all parts.
 
-    A part is locked when it is first needed: the own one by :meth:`hold`, all by :meth:`manifests`.
+    A part is locked when it is first needed: the own part by :meth:`hold`, all parts by :meth:`manifests`.
 
     Args:
-        parts: By the ranks that saved them.
+        parts: Readers of the parts, by the ranks that saved them.
         own_rank: The rank whose part is restored, or read for values that each rank has of its own.
         elsewhere: The ranks whose parts are on filesystems that cannot be reached here.
-        whole: Whether all ranks' parts are known to be there: then :meth:`merge` gives tensors in full.
+        whole: Whether ``parts`` has the parts of all ranks: then :meth:`merge` puts tensors in full into the manifest.
 
     Attributes:
-        own: The part that is read first.
-        manifest: Of all data that :meth:`fill` and :meth:`pieces` can read: the own part's, from :meth:`hold` on; from
-            :meth:`merge` on all tensors in full.
+        own: The reader of the own rank's part, which is read first.
+        manifest: The manifest of all data that :meth:`fill` and :meth:`pieces` can read: after :meth:`hold` the own
+            part's, after :meth:`merge` with all tensors in full.
     """
 
     manifest: Manifest
@@ -104,12 +104,12 @@ class CheckpointReader:
 
     @property
     def entry(self) -> Entry:
-        """The record's entry of the own part; from :meth:`hold` on."""
+        """The own part's entry in its record; available after :meth:`hold`."""
         return self.own.entry
 
     @property
     def file(self) -> File:
-        """The slot of the own part; from :meth:`hold` on."""
+        """The open slot of the own part; available after :meth:`hold`."""
         return self.own.file
 
     async def hold(self) -> None:
@@ -140,8 +140,8 @@ class CheckpointReader:
     ) -> list[str]:
         """Return paths under which parts hold different tensors (see :func:`.differing.differing`).
 
-        None where only one part is known. Raises DamagedError, ReadError; if the answer is not needed these are logged,
-        and it is empty.
+        The list is empty if only one part is known. Raises DamagedError, ReadError; if not ``is_needed``, these errors
+        of comparing are logged, and the list is empty.
         """
         if len(self.parts) == 1 and not self.elsewhere:
             return []
@@ -158,9 +158,9 @@ class CheckpointReader:
     # -- into the boxes of live tensors
 
     async def match(self, wanted: Sequence[Wanted]) -> None:
-        """Plan the reading of boxes.
+        """Plan from which stored boxes the ``wanted`` ones are filled; if these lie on several ranks, lock all parts.
 
-        Raises StateMismatchError: the parts do not make these; DamagedError, ReadError.
+        Raises StateMismatchError: the stored boxes do not cover them; DamagedError, ReadError.
         """
         needed = await self.manifests() if any(one.mesh is not None for one in wanted) else (self.own_rank,)
         for rank in needed:
@@ -176,9 +176,9 @@ class CheckpointReader:
             raise error
 
     def begin_boxes(self) -> Targets:
-        """Return the planned boxes that the own part has, to be filled with other targets of it.
+        """Remove the planned targets in the own part from the plan, and return them, to be filled with its other ones.
 
-        The others are filled behind the work that devices have queued by now. Called on the caller's thread.
+        :meth:`fill_boxes` fills the rest after the work that devices have queued by now. Called on the caller's thread.
         """
         own = self._planned.pop(self.own_rank, Targets())
         backend = self.own.backend
@@ -186,14 +186,17 @@ class CheckpointReader:
         return own
 
     async def fill_boxes(self) -> None:
-        """Fill the planned boxes. Raises DamagedError, ReadError; some are filled then."""
+        """Fill the boxes in the plan. Raises DamagedError, ReadError; some boxes are filled then."""
         for rank, targets in self._planned.items():
             await self.parts[rank].fill(targets, self._marks.get(rank))
 
     # -- in full
 
     async def merge(self) -> None:
-        """Lock all parts, and put all tensors in full into :attr:`manifest`. Raises DamagedError, ReadError."""
+        """Lock all parts, and put all tensors in full into :attr:`manifest`. Raises DamagedError, ReadError.
+
+        Unless the reader has all parts (``whole``), this is :meth:`hold`.
+        """
         if not self.whole:
             await self.hold()
             return
@@ -202,11 +205,11 @@ class CheckpointReader:
 
     @property
     def _end(self) -> int:
-        """The offset in bytes at which tensors in full begin."""
+        """The offset in bytes at which tensors in full begin; the end of the payload if there are none."""
         return self._tensors[0].start if self._tensors else self.manifest.payload_nbytes
 
     async def fill(self, targets: Targets, advance: Callable[[int], None] = lambda _: None) -> None:
-        """Fill targets in host memory; ``advance`` is called with the bytes of the own part's chunks.
+        """Fill targets in host memory; ``advance`` is called with the sizes in bytes of the own part's chunks.
 
         Raises DamagedError, ReadError; CorruptStoreError: the parts do not fit together.
         """
@@ -264,13 +267,13 @@ class CheckpointReader:
             await part.close()
 
     def release(self) -> None:
-        """Close all parts without waiting. Idempotent."""
+        """Start to close all parts without waiting for it. Idempotent."""
         for part in self.parts.values():
             part.release()
 
 
 def _in_full(manifest: Manifest) -> tuple[Manifest, list[_Full]]:
-    """Return a manifest that has tensors in full in place of the boxes of one rank, and these tensors."""
+    """Return the manifest with tensors in full in place of the boxes of one rank, and those tensors."""
     tensors, storages, full = [*manifest.tensors], [*manifest.storages], list[_Full]()
     if not any(isinstance(each, ShardedNode) for each in walk(manifest.skeleton)):
         return manifest, full

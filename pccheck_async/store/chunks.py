@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading the chunks of a payload at the storage's speed, and comparing each with its checksum."""
+"""Reading the chunks of a payload at the storage's speed, and verifying the checksum of each."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ __all__ = ["Checked", "ChunkRun", "Damaged", "Staging", "check_chunks", "in_buff
 
 T = TypeVar("T")
 _MOST_READS = 8
-"""At a time, each read and verified in a buffer of its own. They keep a disk busy; more would only be memory that
-nothing has touched yet, which a restart pays for at the wrong moment: on ours a cold restore took half as long again.
+"""Concurrent reads, each with a buffer of its own. They keep a disk busy; more would only be memory that nothing has
+touched yet, which a restart pays for at the wrong moment: on our machine a cold restore took half as long again.
 """
 
 
 async def in_buffers(
     pool: BufferPool, items: Iterable[T], work: Callable[[T, memoryview], Coroutine[Any, Any, None]]
 ) -> None:
-    """Do ``work`` for each item with a buffer of the pool, for a few at a time. Cancellation: ends once all ended."""
+    """Await ``work`` for each item with a buffer of the pool, a few at a time. Cancellation: raised when all ended."""
     waiting = iter(items)
 
     async def some() -> None:
@@ -42,20 +42,20 @@ async def in_buffers(
 
 
 _BUFFER_BYTES, _BUFFERS = 16 << 20, 6
-"""Reads and checks that run at once. More take longer to be touched for the first time than they save."""
+"""Size and number of the default buffers. More would take longer to be touched for the first time than they save."""
 
 
 class Staging:
     """Staging buffers that all parts of a checkpoint share; larger ones are made if a chunk does not fit into them.
 
-    By default they are made when they are needed: 96 MiB if chunks have at most 16 MiB and memory is not scarce.
+    By default buffers are made when needed: 96 MiB if chunks have at most 16 MiB and memory is not scarce.
     """
 
     def __init__(self, pool: BufferPool | None = None) -> None:
         self.pool = pool
 
     def pool_for(self, largest: int, buffers: int = 1) -> BufferPool:
-        """Return a pool that has so many buffers of at least ``largest`` bytes.
+        """Return a pool of at least ``buffers`` buffers of ``largest`` bytes; a larger one replaces :attr:`pool`.
 
         Raises MemoryError if not even one fits into memory: a damaged manifest may claim any size.
         """
@@ -72,7 +72,10 @@ class Staging:
 
 
 class ChunkRun(NamedTuple):
-    """Chunks that are read in one piece (small ones one by one would keep no disk busy), and where in the payload."""
+    """Chunks that are read in one go, as single small ones would keep no disk busy; ``first`` is an index of a chunk.
+
+    ``offset`` in the payload and ``nbytes`` are in bytes.
+    """
 
     first: int
     chunks: Sequence[ChunkEntry]
@@ -91,10 +94,9 @@ def runs(chunks: Sequence[ChunkEntry], most: int) -> Iterator[ChunkRun]:
 
 
 Damaged: TypeAlias = Callable[[int, str, ReadError | None], None]
-"""Called with the number of a chunk that differs from the written one, the reason, and the error if it cannot be read.
-"""
+"""Function called with the index of a damaged chunk, the reason, and the ReadError if the chunk cannot be read."""
 Checked: TypeAlias = Callable[[ChunkRun, memoryview], Awaitable[None]]
-"""Awaited with a run none of whose chunks is damaged, and its bytes."""
+"""Coroutine function called with each run without damaged chunks, and its bytes."""
 
 
 async def check_chunks(
@@ -108,19 +110,19 @@ async def check_chunks(
     checked: Checked | None = None,
     read: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Read every chunk whole and compare it with its checksums.
+    """Read every chunk whole and verify its checksums.
 
     Args:
-        medium: Reads the slot.
-        operations: Compute checksums.
+        medium: The medium of the slot.
+        operations: I/O backend that computes checksums on its threads.
         file: The slot.
-        manifest: Names the chunks.
+        manifest: The manifest with the chunks.
         staging: Buffers to read into.
-        damaged: See :data:`Damaged`.
-        checked: See :data:`Checked`.
-        read: Called with the bytes of every run that was read.
+        damaged: Called for each damaged chunk (:data:`Damaged`).
+        checked: Awaited for each run without damage (:data:`Checked`).
+        read: Called with the number of bytes of each run that was read.
 
-    Cancellation: ends once every read ended.
+    Cancellation: raised when every read ended.
     """
 
     async def check(run: ChunkRun, buffer: memoryview) -> None:
@@ -153,6 +155,6 @@ async def check_chunks(
 
 
 def _checksums(run: ChunkRun, view: memoryview) -> list[bytes]:
-    """Called on a helper thread; each table of checksums is computed without the GIL."""
+    """Return the table of checksums of each chunk of a run. Called on a helper thread; computes without the GIL."""
     starts = [chunk.offset - run.offset for chunk in run.chunks]
     return [piece_sums(view[start : start + chunk.nbytes]) for start, chunk in zip(starts, run.chunks, strict=True)]

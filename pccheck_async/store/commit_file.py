@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files ``commit`` and ``store.json``: made together, locked against other writers, read, laid out."""
+"""The files ``commit`` and ``store.json``: creating, locking and reading them, and writing records."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ async def stored_identity(medium: Medium, folder: str = "") -> Identity | None:
 async def read_identity(medium: Medium, path: str | os.PathLike[str], folder: str = "") -> Identity | None:
     """Return the content of ``store.json``, None if there is no (complete) store. Raises CorruptStoreError, ReadError.
 
-    ``path`` is for messages; ``folder`` as of :func:`stored_identity`.
-    If the device cannot read it, it is rebuilt from the records. Readable bytes that are not understood may be of
-    another format: they are an error.
+    ``path`` is for messages; ``folder`` is a prefix of names (:func:`stored_identity`). If the device cannot read the
+    file, its content is rebuilt from the records. Readable bytes that are not understood may be of another format: they
+    are an error.
     """
     try:
         return await stored_identity(medium, folder)
@@ -91,7 +91,7 @@ async def read_identity(medium: Medium, path: str | os.PathLike[str], folder: st
 
 
 async def read_commit(medium: Medium, folder: str = "") -> tuple[memoryview, dict[int, ReadError]] | None:
-    """Return the bytes of the commit file and its unreadable blocks, as :func:`read_around`; None if there is none."""
+    """Return the bytes of the commit file, and the errors of unreadable blocks by offset; None if there is no file."""
     try:
         file = await medium.open(folder + COMMIT_NAME, writable=False)
     except FileNotFoundError:
@@ -103,9 +103,9 @@ async def read_commit(medium: Medium, folder: str = "") -> tuple[memoryview, dic
 
 
 def unread_record(commit: memoryview, lost: Mapping[int, ReadError], store_id: bytes) -> ReadError | None:
-    """Return why the newest record is unknown: one of the two has no valid copy, and neither copy could be read.
+    """Return the error that leaves the newest record unknown: both copies of one record are unreadable; None if known.
 
-    A copy that is read and not valid proves that its record, which is durable only in both, never was.
+    A copy that can be read and is not valid proves that its record, which is durable only in both copies, never was.
     """
     for generation in (0, 1):
         why = []
@@ -119,10 +119,10 @@ def unread_record(commit: memoryview, lost: Mapping[int, ReadError], store_id: b
 
 
 async def _read_records(medium: Medium, commit: File, identity: Identity, path: str | os.PathLike[str]) -> memoryview:
-    """Return the bytes of the commit file; a copy that cannot be read is not valid.
+    """Return the bytes of the commit file, in which an unreadable copy of a record is an invalid one.
 
-    Raises ReadError if neither copy of a record can be read: it may be the newest, and slots that the other one names
-    may be written over.
+    Raises ReadError if neither copy of a record can be read: it may be the newest, and slots that the other record
+    names may be overwritten.
     """
     view = aligned_buffer(COMMIT_NBYTES)
     got, lost = await read_around(medium, commit, 0, view, identity.block_bytes)
@@ -136,9 +136,9 @@ async def _read_records(medium: Medium, commit: File, identity: Identity, path: 
 
 
 def may_lack_the_newest(commit: memoryview, *, identity: Identity, record: Record) -> bool:
-    """Return whether neither copy of a record that may be newer than the newest valid one is valid.
+    """Return whether a record newer than ``record``, the newest valid one, may be lost: both of its copies are damaged.
 
-    That of a writer that is at work may be in the middle of both: look again.
+    A running writer may be writing them just now: read again before you rely on it.
     """
     copies = [commit[start : start + REGION_NBYTES] for start in region_offsets(record.generation + 1)]
     if any(decode_record(copy, identity.id_bytes) is not None or not any(bytes(copy)) for copy in copies):
@@ -147,11 +147,11 @@ def may_lack_the_newest(commit: memoryview, *, identity: Identity, record: Recor
 
 
 async def read_record(medium: Medium, commit: File, identity: Identity, path: str | os.PathLike[str]) -> Record:
-    """Return the newest valid record, which also has the entries of the one before it. ``path`` is for messages.
+    """Return the newest valid record, with the entries of the record before it. ``path`` is for messages.
 
-    Raises CorruptStoreError if neither record has a valid copy. A store is created with a first, empty record, and a
-    crash while one record is written never touches the other: so it was damaged. Raises ReadError if neither copy of
-    a record can be read.
+    Raises CorruptStoreError if no copy of a record is valid: the store was damaged, as it is created with an empty
+    record, and a crash while a record is written never touches the other one. Raises ReadError if neither copy of a
+    record can be read.
     """
     view = await _read_records(medium, commit, identity, path)
     record = newest_record(view, identity.id_bytes)
@@ -165,7 +165,7 @@ async def read_record(medium: Medium, commit: File, identity: Identity, path: st
 
 
 def of_another_store(commit: memoryview, identity: Identity) -> str:
-    """Return in words that a commit file is not of the store of this identity; empty if it has no valid record."""
+    """Return the sentence that a commit file is another store's; empty if it is not, or has no valid record."""
     found = rebuild_identity(commit)
     if found is None or found[0].store_id == identity.store_id:
         return ""
@@ -189,16 +189,16 @@ def _advice(path: str | os.PathLike[str]) -> str:
 
 @dataclass(slots=True, eq=False)
 class CommitFile:
-    """The file of a store's records, locked as long as it is open. Made by :func:`open_commit`."""
+    """The file of a store's records, locked while it is open. Made by :func:`open_commit`."""
 
     file: File
     identity: Identity
     is_new: bool
-    """Whether this process made it, and flushed its contents."""
+    """Whether this process made the file, and flushed its contents."""
     _buffer: memoryview = field(default_factory=partial(aligned_buffer, REGION_NBYTES))
 
     def part(self, record: Record) -> Part:
-        """Return the writes of a record; valid until the next call."""
+        """Return the writes of both copies of a record, for :meth:`.Medium.make_durable`; valid until the next call."""
         view = _encoded(record, self.identity, self._buffer)
         # Two copies on separate blocks: one damaged block does not cost the record. Both only ever touch this
         # generation's parity, so the record before it stays whole, whichever of these writes happen.
@@ -207,10 +207,10 @@ class CommitFile:
     async def repairs(self, medium: Medium, record: Record, path: str | os.PathLike[str]) -> Part:
         """Return the writes after which any crash falls back to ``record``. ``path`` is for messages.
 
-        Zeros over the remains of a torn record, and over unreadable bytes, in the next record's place. And one copy
-        of ``record``: after a failed flush the page cache shows a record that the disk does not have, and a filesystem
-        may find nothing to flush in a file that only a dead process wrote. The copy that is not written stays as it is;
-        so the one that is written is the one that is not this record, or cannot be read, if there is one.
+        Zeros are written over the remains of a torn record, and over unreadable bytes, in the next record's place. And
+        one copy of ``record`` is written again: after a failed flush the page cache shows a record that the disk does
+        not have, and a filesystem may find nothing to flush in a file that only a dead process wrote. It is the damaged
+        copy, if one is; the other copy stays as it is.
         """
         view = await _read_records(medium, self.file, self.identity, path)
 
@@ -237,7 +237,7 @@ class CommitFile:
 
 
 def _encoded(record: Record, identity: Identity, buffer: memoryview) -> memoryview:
-    """Return one copy of a record, at the beginning of a buffer."""
+    """Encode a record into the beginning of a buffer, and return that part of it."""
     data = encode_record(record, identity.id_bytes, identity.block_bytes)
     buffer[: len(data)] = data
     return buffer[: len(data)]
@@ -246,7 +246,7 @@ def _encoded(record: Record, identity: Identity, buffer: memoryview) -> memoryvi
 async def open_commit(
     medium: Medium, path: str | os.PathLike[str], lock_timeout: float, version: int = FORMAT_VERSION
 ) -> CommitFile:
-    """Lock the store, and create it, of that format, if there is none. ``path`` is for messages.
+    """Lock the store; if there is none, create one with the format ``version``. ``path`` is for messages.
 
     Durability: opening an existing store writes nothing.
 
@@ -271,7 +271,7 @@ async def open_commit(
 
 
 def held_by_other(path: str | os.PathLike[str]) -> str:
-    """Return a text that says who has the lock of a store, as far as its engine says that, and what to do."""
+    """Return the text that another process has a store open: which one, if its status file has that, and a remedy."""
     holder = "another process"
     with suppress(OSError):
         if (published := read_status(path)) is not None and published.alive:
@@ -303,9 +303,9 @@ def _refuse_own(path: str | os.PathLike[str]) -> None:
 async def lock_commit(
     medium: Medium, opening: Callable[[], Awaitable[File]], timeout: float, refused: Callable[[], None] = lambda: None
 ) -> File | None:
-    """Open the file and lock it against other writers; None if one held it for ``timeout`` seconds.
+    """Open the commit file and lock it against other writers; None if another one held it for ``timeout`` seconds.
 
-    ``refused`` is called each time that another opening holds it, and may end the waiting with an error.
+    ``refused`` is called each time that another opening holds the lock, and may end the waiting with an error.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout
@@ -358,7 +358,7 @@ async def _open(medium: Medium, path: str | os.PathLike[str]) -> File:
 
 
 async def _create(medium: Medium, file: File, block_bytes: int, version: int, path: str | os.PathLike[str]) -> Identity:
-    """Make the folder a store; ``store.json`` comes last, so a crash leaves either no store or a whole one."""
+    """Make the folder a store, with ``store.json`` as the last file, so that a crash leaves no store or a whole one."""
     view = aligned_buffer(COMMIT_NBYTES)
     found = bytes(view[: await medium.read(file, 0, view)])
     if file.nbytes > COMMIT_NBYTES or is_foreign(found):

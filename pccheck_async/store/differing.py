@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names under which the parts of one checkpoint hold different tensors: experts, stages, buffers of each rank.
 
-Such a name is ambiguous. Parts of equal layout are compared by the checksums of their chunks; of
-others the bytes are read, until more differ than a message names.
+Such a name is ambiguous. Tensors of equal layout are compared by the checksums of their chunks; the bytes of others
+are read, until more names differ than a message lists.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ class _Tensor(NamedTuple):
 
     mesh: int
     kind: tuple[Any, ...]
-    """Dtype and shape, and of numpy arrays the dimensions that are reversed: if these differ, tensors do."""
+    """Dtype and shape, and for plain tensors also type and reversed dimensions: tensors of different kinds differ."""
     itemsize: int
     part: int
-    """The lowest part that has some of it,"""
+    """The lowest rank whose part has any of the tensor."""
     is_plain: bool
-    """and whether it is that part's own."""
+    """Whether it is a plain tensor of that part alone."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of its bytes: that of its elements, and the bytes of one."""
+        """The shape of the tensor viewed as bytes: its own shape, with the item size as last dimension."""
         return (*self.kind[1], self.itemsize)
 
 
 class _Pair(NamedTuple):
-    """Bytes of two tensors of one name, from ``low`` to ``high`` in C order."""
+    """A range of bytes, from ``low`` to ``high`` in C order, of two tensors of one name."""
 
     path: str
     tensors: tuple[_Tensor, _Tensor]
@@ -66,16 +66,17 @@ async def differing(
     share: tuple[int, int] = (0, 1),
     incomplete: bool = False,
 ) -> list[str]:
-    """Return paths under which parts hold different tensors or arrays; when 20 are known, no further bytes are read.
+    """Return paths under which parts hold different tensors or arrays; once more than 20 are known, no bytes are read.
 
     Paths below the state of a :class:`pccheck_async.RNGState` are left out: they differ on all ranks, and another
     rank's are of no use.
 
     Args:
-        parts: By the ranks that saved them.
-        among: Whether a path is of interest.
-        share: Number and count of the ranks that compare the same parts, each its share of the pairs.
-        incomplete: Further parts cannot be read here. Tensors to be compared with them count as different.
+        parts: Readers of the parts, by the ranks that saved them.
+        among: Function that returns whether a path is compared.
+        share: Index of this rank and number of the ranks that compare these parts, each a share of the pairs.
+        incomplete: Whether there are further parts that cannot be read here: tensors that would have to be compared
+            with theirs are taken for different.
 
     Raises DamagedError, ReadError.
     """
@@ -96,21 +97,21 @@ async def differing(
 
 
 def ranks_in_words(ranks: Sequence[int], count: int) -> str:
-    """Return the first of ``count`` ranks, for a message."""
+    """Return the words for ``count`` ranks, of which ``ranks`` are the first, for a message."""
     few = ", ".join(map(str, ranks[:_MOST_RANKS]))
     more = f" and {count - _MOST_RANKS} more" if count > _MOST_RANKS else ""
     return f"rank{'s' if count > 1 else ''} {few}{more}"
 
 
 def warn_of_others(names: Sequence[str], path: str | os.PathLike[str]) -> None:
-    """Log that rank 0's tensors are taken, and under which names other ranks have different ones."""
+    """Log that rank 0's tensors are taken and other ranks have different ones under ``names``, if there are any."""
     if names:
         text = "other ranks have different tensors, and those of rank 0 are taken: %s; name the rank that is meant"
         write("other_ranks", text, first_few(names), store=os.fspath(path))
 
 
 def _named(parts: Mapping[int, PartReader]) -> dict[str, list[_Tensor]]:
-    """Return the tensors of each name, those of the lowest part first."""
+    """Return the tensors of each path, one for each mesh, in the order of the lowest ranks that have them."""
     named: dict[str, dict[int, _Tensor]] = {}
     for rank in sorted(parts):
         manifest = parts[rank].manifest
@@ -192,7 +193,7 @@ class _Comparison:
 
 
 def _in_bytes(named: Mapping[str, Sequence[StoredBox]]) -> dict[str, list[StoredBox]]:
-    """Return boxes of bytes in place of boxes of elements of any dtype: with one more dimension."""
+    """Return the boxes of elements as boxes of bytes, with the bytes of an element as one more dimension."""
     return {path: [*map(_box_in_bytes, boxes)] for path, boxes in named.items()}
 
 

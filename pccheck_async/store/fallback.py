@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which checkpoint to read, and which one next if that is damaged."""
+"""The choice of the checkpoint to read, and of the next one if that cannot be read."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["DroppedMeanwhileError", "Fallback", "UnreadableError", "choose", "on
 def choose(
     entries: Sequence[Entry], which: Which, unreadable: Collection[int] = (), superseded: Sequence[Entry] = ()
 ) -> Entry | None:
-    """Return the checkpoint to read: the newest that matches ``which``, without the ``unreadable`` ones.
+    """Return the newest checkpoint that matches ``which``, None for none; ``unreadable`` are counters to leave out.
 
-    Those that were ``superseded`` are read only if all newer ones are unreadable, and never by step or name.
-    Rejected ones are read only by step or name, if no other one has it.
+    Superseded checkpoints are merged with ``entries``, newest first, and never chosen by step or name. Rejected ones
+    are chosen only by step or name, if no other checkpoint has it.
     """
     if superseded and which is None:
         entries = sorted((*entries, *superseded), key=lambda entry: -entry.counter)
@@ -30,7 +30,7 @@ def choose(
 
 
 def only_rejected(entries: Collection[Entry], which: Which, where: str | os.PathLike[str]) -> StoreError | None:
-    """Return the error for the case that all checkpoints that match ``which`` are rejected; else None."""
+    """Return the error to raise if all checkpoints that match ``which`` are rejected; None if not, or none matches."""
     wanted = [entry for entry in entries if entry.matches(which)]
     if not wanted or not all(entry.rejected for entry in wanted):
         return None
@@ -42,11 +42,11 @@ def only_rejected(entries: Collection[Entry], which: Which, where: str | os.Path
 
 
 class DroppedMeanwhileError(NoCheckpointError):
-    """The checkpoint to read was superseded before its slot could be held."""
+    """The checkpoint to read was replaced, removed or rejected before its slot could be held."""
 
 
 class UnreadableError(Exception):
-    """An error of reading the store, unlike one of the same class that an object of the user raised."""
+    """Wrapper of an error of reading the store: errors of the same class that a user's object raised have none."""
 
     def __init__(self, error: DamagedError | ReadError) -> None:
         super().__init__(error)
@@ -55,7 +55,7 @@ class UnreadableError(Exception):
 
 @contextmanager
 def unreadable_errors() -> Iterator[None]:
-    """Convert DamagedError and ReadError to UnreadableError: around code that reads the checkpoint alone."""
+    """Convert DamagedError and ReadError to UnreadableError; for code that only reads the checkpoint."""
     try:
         yield
     except (DamagedError, ReadError) as error:
@@ -63,7 +63,7 @@ def unreadable_errors() -> Iterator[None]:
 
 
 class Fallback:
-    """The way past checkpoints that cannot be read, to the newest one that can.
+    """The loop over checkpoints, newest first, until one can be read.
 
     ::
 
@@ -76,14 +76,15 @@ class Fallback:
                 fallback.succeeded(*found)
                 return result
 
-    Superseded checkpoints come last, and only if all of one is whole; but before them, checkpoints that a device failed
-    to read are tried once more: a failure that passes must not cost a checkpoint that is kept. If a step or a name was
-    given, damage raises, and nothing else is read.
+    ``find`` returns what :func:`choose` does, in an engine at the very end also checkpoints known to be damaged, and
+    whether that was superseded; the caller verifies all of a superseded checkpoint. Before the first superseded one is
+    tried, those that a device failed to read are tried once more: a failure that passes must not cost a checkpoint that
+    is kept. If a step or a name was given, or without ``falls_back``, damage raises, and nothing else is read.
 
     Attributes:
-        unreadable: Counters of those that were tried in vain.
-        failure: The newest one of them, and its error; a superseded one only if there is no other.
-        warned: Whether the user was warned that a damaged one is passed over.
+        unreadable: Counters of the checkpoints that were tried in vain.
+        failure: The last checkpoint that was tried in vain and not superseded, else the first one, and its error.
+        warned: Whether the user was warned that a damaged checkpoint is passed over.
     """
 
     def __init__(self, which: Which, path: str | os.PathLike[str], falls_back: bool = True) -> None:
@@ -95,7 +96,7 @@ class Fallback:
         self._unread: set[int] | None = set()  # by the device; None once all of them were tried again
 
     def succeeded(self, entry: Entry, superseded: bool) -> None:
-        """Called when ``entry`` was read: warn if it is an older one that was superseded."""
+        """Called when ``entry`` was read; warns if it was superseded, and is read in place of one that failed."""
         if superseded and self.failure is not None:
             self._warn_damaged(*self.failure, entry)
 
@@ -106,10 +107,10 @@ class Fallback:
         failure: DroppedMeanwhileError | UnreadableError,
         older: Callable[[], tuple[Entry, bool] | None],
     ) -> None:
-        """Called when ``entry`` could not be read; returns, and warns, if the next one has to be tried.
+        """Called when ``entry`` could not be read; returns if the next checkpoint is to be tried, maybe with a warning.
 
         ``older`` returns the next checkpoint that is not ``unreadable``, and whether that was superseded. Raises the
-        error inside :class:`UnreadableError` if nothing is left to try, or if the process ran out of a resource.
+        error of :attr:`failure` if nothing may be tried any more, and this one if the process ran out of a resource.
         """
         if isinstance(failure, DroppedMeanwhileError):
             return  # newer ones were committed
@@ -131,7 +132,7 @@ class Fallback:
             self._warn_damaged(*self.failure, chosen[0])
 
     def _last(self) -> Exception:
-        """Return the error to raise; of damage with what is damaged, and what can be done."""
+        """Return the error of :attr:`failure`; the text of a DamagedError gets the checkpoint's step and a remedy."""
         assert self.failure is not None
         entry, error = self.failure
         if isinstance(error, DamagedError):
@@ -145,7 +146,7 @@ class Fallback:
         return error
 
     def _warn_damaged(self, entry: Entry, error: Exception, older: Entry) -> None:
-        """Warn that a checkpoint is passed over for an older one."""
+        """Warn that a checkpoint is passed over for an older one, and set :attr:`warned`."""
         self.warned = True
         which = f" (counters {entry.counter} and {older.counter})" if older.step == entry.step else ""
         what = f"checkpoint of step {entry.step} cannot be read ({error}); falling back to step {older.step}{which}"

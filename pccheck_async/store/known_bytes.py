@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes that a slot is known to hold, and that need not be written to it again: frozen layers.
 
-A slot that is taken again still holds an older checkpoint. Of each piece of a chunk that this process wrote there and
-flushed it knows a hash; a piece of the next checkpoint with the same hash at the same place is left out. The checkpoint
-in the slot is whole all the same: there are no references to others. A hash is taken of the captured copy in a staging
-buffer, never of live bytes, and so is the manifest's checksum: rot under a piece that was left out is found like any.
+A slot that is reused still holds an older checkpoint. This process keeps a hash of each piece of a chunk that it wrote
+to the slot and flushed; a piece of the next checkpoint with the same hash at the same place is not written again. The
+checkpoint in the slot is whole all the same, and refers to no other. Hashes, like the manifest's checksums, are of the
+captured copy in a staging buffer, never of live bytes: bit rot in a piece that was not written is found like any other.
 
-What is known of a slot goes to its lease, and only the flush after the lease's last write gives new hashes back. So
-nothing is known of a slot while it may be written, after an aborted or torn checkpoint, or in a new process.
+The hashes of a slot are moved to its lease, and only the flush after the lease's last write stores new ones. So no
+hashes are known of a slot while it may be written, after an aborted or torn checkpoint, or in a new process.
 
-Left out are checkpoints of one chunk, which are written together with their manifest; slots mapped into memory, which
-are captured into; and checkpoints that are written from a tier in memory: a file there may be cut off by others, and
-only operations of the extension survive reading it then.
+Hashes are not used for checkpoints of one chunk, which are written together with their manifest; for slots mapped into
+memory, into which captures copy; and for checkpoints that are written from a tier in memory: others may truncate a file
+there, and only operations of the extension survive reading it then.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ except ImportError:
 __all__ = ["Hashes", "KnownBytes", "SlotLease", "can_hash"]
 
 PIECE_NBYTES: Final = 256 << 10
-"""A whole number of blocks. Small tensors that are trained lie among large frozen ones (LoRA): of 168 such pairs in 537
-MiB, 6 % of the bytes, 15 % were written; 38 % in pieces of a MiB, and all of it in whole chunks."""
+"""Bytes of a piece, a whole number of blocks. Small tensors that are trained lie among large frozen ones (LoRA): of 537
+MiB with 168 such pairs, 6 % of the bytes changed, and 15 % were written; 38 % in pieces of a MiB, all in chunks."""
 REWRITTEN: Final = 1 / 64
-"""Share of the known pieces that is written all the same, so that rot does not last."""
+"""Share of the unchanged pieces that is written all the same, so that bit rot does not last."""
 IDLE: Final = 3
-"""Checkpoints without any known piece after which hashing ends, unless it was asked for: a dense state has none, and is
-durable later while it is hashed (up to a sixth on a busy machine with a fast disk). Frozen layers match at once, unless
-the bounds of chunks move."""
+"""Checkpoints in a row without an unchanged piece after which hashing ends, unless it is ``lasting``: a dense state has
+none, and hashing delays its durability (by up to a sixth on a busy machine with a fast disk). Frozen layers match at
+once, unless the bounds of chunks move."""
 
 Hashes: TypeAlias = dict[tuple[int, int], list[bytes]]
-"""Of the pieces of chunks, by offset and length of the chunk."""
+"""Hashes of the pieces of each chunk, by offset and length of the chunk."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,9 +52,9 @@ class SlotLease:
     """A slot that one checkpoint writes into; exclusive, also against other processes. Given back exactly once.
 
     Attributes:
-        known: Of the bytes that the slot is known to hold.
-        hashes: Of the chunks of this checkpoint.
-        unchanged_nbytes: Bytes that were not written, as they were known.
+        known: Hashes of the bytes that the slot is known to hold.
+        hashes: Hashes of the chunks of this checkpoint.
+        unchanged_nbytes: Bytes that were not written, as the slot is known to hold them.
     """
 
     slot: int
@@ -70,12 +70,12 @@ def can_hash() -> bool:
 
 
 class KnownBytes:
-    """The hashes of bytes that slots of one store hold. Belongs to its loop.
+    """The hashes of bytes that slots of one store hold. Used on one event loop.
 
     Args:
-        medium: Of the store.
-        call: Calls a function on a helper thread: hashing takes a millisecond for 16 MiB.
-        lasting: Go on hashing though nothing matches.
+        medium: The medium of the store.
+        call: Function that calls another one on a helper thread: hashing takes a millisecond for 16 MiB.
+        lasting: Whether to continue hashing if no pieces match.
 
     Attributes:
         is_on: Whether chunks are hashed.
@@ -93,15 +93,15 @@ class KnownBytes:
         self._random = random.Random()  # not the user's
 
     def take(self, lease: SlotLease) -> None:
-        """Give the lease what is known of its slot, and forget it: nobody else may rely on it until the next flush."""
+        """Move the hashes of a slot to its lease; they are dropped if others changed the file since the flush."""
         stamp, hashes = self._slots.pop(lease.slot, (None, {}))
         if stamp is not None and stamp == self._medium.stamp(lease.file):
             lease.known = hashes
 
     async def changed(self, lease: SlotLease, offset: int, data: memoryview) -> list[tuple[int, int]]:
-        """Return the parts of a chunk to write, as bounds in ``data``: its slot is known to hold the others.
+        """Hash a chunk, and return the parts of it to write, as bounds in ``data``: the slot is known to hold the rest.
 
-        Cancellation: ends once ``data`` is read no more.
+        Cancellation: raised when ``data`` is read no more.
         """
         if not self.is_on:
             return [(0, len(data))]
@@ -124,7 +124,7 @@ class KnownBytes:
         return piece != known or self._random.random() < REWRITTEN
 
     def note_flushed(self, lease: SlotLease) -> None:
-        """Called when all that the lease wrote, and what it left out, is durable in its slot."""
+        """Store the hashes of a lease. Called when all bytes of its checkpoint are durable in the slot."""
         if not lease.hashes:
             return
         if lease.known:  # else there was nothing to compare with
@@ -138,21 +138,21 @@ class KnownBytes:
             self._slots[lease.slot] = stamp, lease.hashes
 
     def forget(self, lease: SlotLease) -> None:
-        """Called before the slot of a checkpoint that will not be committed is overwritten."""
+        """Drop the hashes of a lease. Called before the slot of a checkpoint that is not committed is overwritten."""
         lease.hashes = {}
         self.forget_slot(lease.slot)
 
     def forget_slot(self, slot: int) -> None:
-        """Called when a slot is removed."""
+        """Drop the hashes of a slot. Called when it is removed."""
         self._slots.pop(slot, None)
 
     def forget_all(self) -> None:
-        """Called when it is unknown what is durable."""
+        """Drop all hashes. Called when it is unknown which bytes are durable."""
         self._slots.clear()
 
 
 def _hashes(data: memoryview) -> list[bytes]:
-    """Return the hash of each piece."""
+    """Return the hash of each piece of ``data``."""
     found = []
     for start in range(0, len(data), PIECE_NBYTES):
         piece = xxh3_128()

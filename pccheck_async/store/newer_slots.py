@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slots that hold newer checkpoints than the newest record names: only looked for, never taken for committed ones."""
+"""Slots that hold newer checkpoints than the newest record names: reported only, and never taken for committed ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from pccheck_async.transfer import PAGE_BYTES, aligned_buffer
 __all__ = ["NewerSlot", "newer_in_words", "newer_slots", "warn_of_newer"]
 
 _TAIL_NBYTES: Final = 1 << 20
-"""A slot is made as large as payload and manifest together: of most, the manifest begins in its last MiB."""
+"""Bytes at the end of a slot that are searched for a manifest if no offset is known: a slot is made for payload and
+manifest together, so most manifests begin there."""
 
 
 class NewerSlot(NamedTuple):
@@ -30,16 +31,16 @@ class NewerSlot(NamedTuple):
     step: int
     counter: int
     is_named: bool
-    """Whether the record names another checkpoint there: no writer overwrites one, so the record is an older one."""
+    """Whether the record names another checkpoint in this slot: no writer overwrites that, so the record is old."""
 
 
 async def newer_slots(medium: Medium, record: Record, block_bytes: int) -> list[NewerSlot]:
     """Return the slots that were written after the newest record, oldest checkpoint first.
 
-    A save that was killed just before its record leaves one, as many as were in flight; so does a record that is older
-    than the slots. Of each slot a few blocks are read, where the records have manifests: one of a state of another
-    layout is not found. Manifests come last into a slot, and that of a save that failed is overwritten. None where the
-    last change was a removal: then both records name the same.
+    Each save that was killed just before its record leaves such a slot; so does a record that is older than the slots.
+    Only the blocks of a slot are read at which the records' checkpoints have their manifests: the manifest of a state
+    of another layout is not found. A manifest is the last thing written into a slot, and that of a failed save is
+    overwritten. The list is empty if the last change was a removal: then both records name the same.
     """
     if record.entries and record.entries == record.before:
         return []
@@ -72,7 +73,7 @@ async def newer_slots(medium: Medium, record: Record, block_bytes: int) -> list[
 
 
 async def _numbers(medium: Medium, file: File, offsets: Sequence[int], block_bytes: int) -> list[tuple[int, int]]:
-    """Return counter and step of each manifest at these offsets of a slot; without any, of those near its end."""
+    """Return counter and step of each manifest at these offsets of a slot; without offsets, of those near its end."""
     size = max(PAGE_BYTES, block_bytes)
     if offsets:
         heads = []
@@ -88,7 +89,7 @@ async def _numbers(medium: Medium, file: File, offsets: Sequence[int], block_byt
 
 
 def newer_in_words(found: Sequence[NewerSlot], path: str | os.PathLike[str]) -> str:
-    """Return in a sentence what these slots hold, why that may be, and what to do."""
+    """Return the text that these slots hold newer checkpoints, with possible reasons and a remedy."""
     slots = first_few([f"{slot_name(one.slot)} (step {one.step})" for one in found], 5)
     are = "are newer checkpoints" if len(found) > 1 else "is a newer checkpoint"
     there = f"in {slots} {are} than {COMMIT_NAME} names"
@@ -107,7 +108,7 @@ def newer_in_words(found: Sequence[NewerSlot], path: str | os.PathLike[str]) -> 
 
 
 async def warn_of_newer(store: Store, path: str | os.PathLike[str]) -> None:
-    """Log that slots of a store that was just opened hold newer checkpoints than its record names."""
+    """Log slots of a store that was just opened that hold newer checkpoints than its record names, if there are any."""
     if found := await newer_slots(store.medium, store.committed.record, store.block_bytes):
         text, fields = newer_in_words(found, path), {"step": found[-1].step, "counter": found[-1].counter}
         if any(one.is_named for one in found):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading one part of a checkpoint: its manifest, and its chunks, every checksum verified on the way.
+"""Reading one part of a checkpoint: its manifest and its chunks; every checksum is verified.
 
-Memory is bounded by the pool of staging buffers; bytes reach their tensors only after a checksum of them held. If a
-manifest has checksums of the MiBs of each chunk, only those MiBs are read that hold wanted bytes, else whole chunks.
+Memory is bounded by the pool of staging buffers; bytes are copied to tensors only after their checksum is verified. If
+a manifest has checksums of the MiBs of each chunk, only MiBs with wanted bytes are read, else whole chunks.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class Source(ABC):
     """The place of one part of a checkpoint, and the lock that keeps it from being overwritten. Used on one loop.
 
     Attributes:
-        entry: Of its record; from :meth:`acquire` on.
-        medium: Reads it.
-        block_bytes: Unit of its offsets; from :meth:`acquire` on.
+        entry: The part's entry in its record; available after :meth:`acquire`.
+        medium: The medium of the part's file.
+        block_bytes: Block size of the store, in bytes; available after :meth:`acquire`.
     """
 
     entry: Entry
@@ -59,16 +59,16 @@ class Source(ABC):
 
     @abstractmethod
     async def acquire(self) -> File:
-        """Return its file, locked. Raises DamagedError, ReadError, NoCheckpointError."""
+        """Lock the part's file, and return it. Raises DamagedError, ReadError, NoCheckpointError."""
 
     async def close(self) -> None:
-        """Unlock and close it, if it is held."""
+        """Unlock and close the file, if it is held."""
         file, self._file = self._file, None
         if file is not None:
             await self.medium.close(file)
 
     def release(self) -> None:
-        """Close it without waiting. Idempotent."""
+        """Start :meth:`close` without waiting for it. Idempotent."""
         self._closing = asyncio.ensure_future(self.close())
 
 
@@ -120,20 +120,20 @@ class _Run(NamedTuple):
 
     chunk: int
     offset: int
-    """In the payload."""
+    """Offset in the payload, in bytes."""
     nbytes: int
     checksum: int
     segments: Segments
-    """The places of wanted bytes, from its beginning on."""
+    """The places of wanted bytes, relative to the beginning of the run."""
 
 
 _OFFSET: Final = attrgetter("offset")
 _KEPT = 4
-"""Chunks that stay in memory: tensors that lie beside each other are mostly read one after the other."""
+"""Most chunks that stay in memory: neighbouring tensors are mostly read one after the other."""
 
 
 class _Kept(NamedTuple):
-    """A chunk in memory, and which units of it were read and verified."""
+    """A chunk in memory, and the indices of its units that were read and verified."""
 
     lease: BufferLease
     there: set[int]
@@ -143,14 +143,14 @@ class PartReader:
     """Reads one process's part of a checkpoint: all of it, if one process saved it. Coroutines run on one loop.
 
     Args:
-        source: Its place and lock.
-        backend: Copies verified bytes to their places.
+        source: The place and the lock of the part.
+        backend: Backend that copies verified bytes to tensors.
         staging: Buffers to read into.
 
     Attributes:
-        manifest: From :meth:`hold` on.
+        manifest: The part's manifest; available after :meth:`hold`.
         keeps: Whether some chunks stay in memory between calls of :meth:`fill`, for reading tensor by tensor into host
-            memory. Those of :meth:`pieces` do.
+            memory; :meth:`pieces` always keeps some.
     """
 
     manifest: Manifest
@@ -167,16 +167,16 @@ class PartReader:
 
     @property
     def entry(self) -> Entry:
-        """The record's entry of it; from :meth:`hold` on."""
+        """The part's entry in its record; available after :meth:`hold`."""
         return self.source.entry
 
     @property
     def file(self) -> File:
-        """The slot; from :meth:`hold` on."""
+        """The open slot; available after :meth:`hold`."""
         return self._file
 
     async def hold(self) -> None:
-        """Lock it against reuse, and read its manifest. Raises DamagedError, ReadError, NoCheckpointError."""
+        """Lock the slot against reuse, and read the manifest. Raises DamagedError, ReadError, NoCheckpointError."""
         self._file = await self.source.acquire()
         self.manifest = await read_manifest(self.source.medium, self._file, self.entry, self.source.block_bytes)
 
@@ -186,18 +186,18 @@ class PartReader:
 
     @cached_property
     def largest_chunk(self) -> int:
-        """Bytes of the largest chunk; from :meth:`hold` on."""
+        """Bytes of the largest chunk; available after :meth:`hold`."""
         return int(np.diff(self._bounds).max(initial=0))
 
     @property
     def _most(self) -> int:
-        """Most chunks that are kept."""
+        """Most chunks that are kept in memory."""
         return max(1, min(_KEPT, self._pool.nbytes // self._pool.buffer_bytes // 2))
 
     async def verify(self, damaged: Damaged | None = None, checked: Checked | None = None) -> None:
-        """Read every chunk whole, and fill nothing; see :func:`check_chunks`.
+        """Read and verify every chunk, and fill nothing; the arguments are those of :func:`check_chunks`.
 
-        Raises DamagedError, ReadError: the first damage, without ``damaged``.
+        Raises DamagedError, ReadError for the first damage if ``damaged`` is None.
         """
 
         def refuse(index: int, reason: str, error: ReadError | None) -> None:
@@ -210,9 +210,9 @@ class PartReader:
         )
 
     async def view(self) -> memoryview:
-        """Map the payload, of a file in memory, privately; it stays locked until nobody has a view of it any more.
+        """Return a private mapping of the payload of a file in memory, which stays locked until the last view is gone.
 
-        What lies in it is verified by :meth:`verify_there`. Raises DamagedError.
+        Bytes in it are not verified (:meth:`verify_there`). Raises DamagedError.
         """
         if not (nbytes := self.manifest.payload_nbytes):
             return memoryview(b"")
@@ -222,7 +222,7 @@ class PartReader:
             raise DamagedError(f"{self._file.name} of the checkpoint cannot be mapped: {error.strerror}") from error
 
     async def verify_there(self, payload: memoryview, ranges: Iterable[tuple[int, int]]) -> None:
-        """Verify the chunks that hold these ranges (first byte, the one after the last) in the mapped payload, once.
+        """Verify, once each, the chunks of the mapped payload that hold these ranges (first byte, byte after the last).
 
         Raises DamagedError, ReadError.
         """
@@ -244,12 +244,12 @@ class PartReader:
 
     @cached_property
     def _bounds(self) -> npt.NDArray[np.int64]:
-        """The offsets of all chunks, and where the last one ends."""
+        """The offsets of all chunks, and the end of the last one, in bytes."""
         return np.array([*map(_OFFSET, self.manifest.chunks), self.manifest.payload_nbytes], np.int64)
 
     @cached_property
     def _unit(self) -> int:
-        """Of how many bytes of a chunk there is a checksum; if there is only one of all, more than it has."""
+        """Bytes of a chunk that one checksum covers: a MiB; if chunks have only one checksum, the payload's length."""
         return self.manifest.payload_nbytes if self.manifest.pieces is None else PIECE_BYTES
 
     def _run(self, index: int, units: range, segments: Segments) -> _Run:
@@ -263,11 +263,11 @@ class PartReader:
     async def fill(self, targets: Targets, marks: Any = None, advance: Callable[[int], None] = lambda _: None) -> None:
         """Fill ``targets`` from the chunks that hold them, or from MiBs of these that can be verified alone.
 
-        Targets on a device are filled behind the marked work (``marks``, from :meth:`CopyBackend.mark_queued_work`),
-        and are whole when this returns, for any stream. ``advance`` is called with the bytes of the payload that were
-        read, or need not be.
+        Targets on a device are filled after the marked work (``marks``, from :meth:`CopyBackend.mark_queued_work`),
+        and are whole when this returns, for any stream. ``advance`` is called with numbers of bytes of the payload that
+        were read, or are not needed.
 
-        Cancellation: ends once every read and copy ended. The targets are then partly filled.
+        Cancellation: raised when every read and copy ended. The targets are then partly filled.
 
         Raises DamagedError if a checksum does not hold, ReadError; other bytes may have been copied already.
         """
@@ -290,10 +290,10 @@ class PartReader:
                 advance(unwanted)
 
     async def pieces(self, ranges: Iterable[tuple[int, int]]) -> AsyncGenerator[memoryview, None]:
-        """Yield the bytes of ranges (first byte, the one after the last); each piece stays as it is until the next.
+        """Yield the bytes of ranges (first byte, byte after the last); a piece is valid until the next is requested.
 
-        The next chunk is read meanwhile; the bytes of several ranges in a chunk, in one go. Close the iterator if it is
-        not used up. Raises DamagedError, ReadError.
+        The next chunk is read ahead; the bytes of several ranges in one chunk are read in one go. Close the iterator if
+        it is not used up. Raises DamagedError, ReadError.
         """
         chunks = self.manifest.chunks
         wanted = [
@@ -325,7 +325,7 @@ class PartReader:
             return await self._get(index, rows)
 
     async def _get(self, index: int, rows: Table) -> memoryview:
-        """Return a chunk, of which the units that hold these rows are there."""
+        """Return the buffer of a chunk in which the units that hold ``rows`` have been read and verified."""
         kept = self._kept.pop(index, None)
         if kept is None:
             self._drop(self._most - 1)
@@ -360,9 +360,9 @@ class PartReader:
     async def _read_run(
         self, run: _Run, buffer: memoryview, keepalive: Any = None, advance: Callable[[int], None] = lambda _: None
     ) -> None:
-        """Read into a staging buffer, verify that, and only then copy segments of it to their places.
+        """Read a run into a staging buffer, verify it, and only then copy its segments to their places.
 
-        Of a file that lies in memory they are verified and copied where they are.
+        If the file lies in memory, the run is verified and copied from there.
         """
         medium = self.source.medium
         by_host = run.segments.host and not run.segments.devices  # devices copy from pinned memory
@@ -393,11 +393,11 @@ class PartReader:
             self._kept.popitem(last=False)[1].lease.release()
 
     async def close(self) -> None:
-        """Unlock and close it."""
+        """Drop kept chunks, and unlock and close the slot."""
         self._drop(0)
         await self.source.close()
 
     def release(self) -> None:
-        """Close it without waiting. Idempotent."""
+        """Start to close the part without waiting for it. Idempotent."""
         self._drop(0)
         self.source.release()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folders of ranks in that of their group, by their names, and the test for a group's folder."""
+"""The folders of ranks in the folder of their group, by their names, and the test for a group's folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def rank_name(rank: int) -> str:
 
 
 def rank_folders(folder: Path) -> dict[int, Path]:
-    """Return the folders of ranks in a group's folder, by rank. Raises ReadError."""
+    """Return the folders of ranks in a group's folder, by rank; none if it does not exist. Raises ReadError."""
     found: dict[int, Path] = {}
     try:
         for child in folder.iterdir():
@@ -55,7 +55,7 @@ def is_group_folder(path: str | os.PathLike[str]) -> bool:
 
 
 def _is_store_of_rank(folder: Path) -> bool:
-    """Whether a folder that is named like a rank's holds the store of one: users may give other stores such a name."""
+    """Whether a folder with the name of a rank's folder holds a rank's store: other stores may have such a name."""
     try:
         return decode_identity(Folder(folder).read_small(IDENTITY_NAME)).format == GROUP_VERSION
     except (OSError, CorruptStoreError):

@@ -33,28 +33,28 @@ from pccheck_async.telemetry import write
 __all__ = ["Best", "Committed", "Keep", "KeepAll", "Kept", "MetricWatch", "Retention", "SpaceNeeded"]
 
 _MANY = 16
-"""Checkpoints without the metric of ``Keep(best=...)`` until the log says so."""
+"""Number of checkpoints without the metric of ``Keep(best=...)`` after which the log warns."""
 
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The best ``count`` checkpoints by the number called ``metric`` in their metadata, small or large ones."""
+    """The rule for the best ``count`` checkpoints by the number ``metric`` in their metadata, smallest or largest."""
 
     metric: str
     count: int
     mode: Literal["min", "max"]
 
     def number(self, one: Entry | CheckpointInfo) -> float | None:
-        """Return the number of that name in the metadata of a checkpoint, None if there is none."""
+        """Return the number ``metric`` in the metadata of a checkpoint, None if there is none."""
         return self.number_in(one.metadata)
 
     def number_in(self, metadata: Mapping[str, Any]) -> float | None:
-        """Return the number of that name in metadata, None if there is none."""
+        """Return the number ``metric`` in metadata, None if there is none."""
         value = metadata.get(self.metric)
         return None if isinstance(value, bool) or not isinstance(value, int | float) else value
 
     def among(self, entries: Iterable[Entry]) -> list[Entry]:
-        """Return the best of ``entries``, of equals the first; those without the number, or with NaN, are left out."""
+        """Return the best of ``entries``, the first of equal ones; entries without the number, or NaN, are left out."""
         numbered = [(number, entry) for entry in entries if (number := self.number(entry)) is not None]
         ranked = sorted(
             [one for one in numbered if not math.isnan(one[0])], key=lambda one: one[0], reverse=self.mode == "max"
@@ -63,9 +63,9 @@ class Best:
 
 
 class MetricWatch:
-    """Warns, once, if no checkpoint of a run has the number that ``Keep(best=...)`` goes by: it may have another name.
+    """Warns, once, if no checkpoint of a run has the number that ``Keep(best=...)`` names: it may have another name.
 
-    It may be known at the ends of epochs only, so that most checkpoints have none.
+    The number may be known at the ends of epochs only, so that most checkpoints lack it.
     """
 
     def __init__(self, best: Best | None, path: str) -> None:
@@ -74,21 +74,21 @@ class MetricWatch:
         self._saves = 0
 
     def note(self, metadata: Mapping[str, Any]) -> None:
-        """Look at the metadata of a step, saved or not."""
+        """Record the names in the metadata of a step, saved or not."""
         if self._best is not None:
             if self._best.number_in(metadata) is not None:
                 self._best = None
             self._names |= dict.fromkeys(metadata)
 
     def note_save(self, metadata: Mapping[str, Any], there: Callable[[], Iterable[CheckpointInfo]]) -> None:
-        """Count one more checkpoint beside those that are ``there``, and look at its metadata."""
+        """Count a new checkpoint, and record its metadata; warn at the 16th. ``there`` returns older checkpoints."""
         self.note(metadata)
         self._saves += 1
         if self._saves == _MANY:
             self._warn(there)
 
     def end(self, there: Callable[[], Iterable[CheckpointInfo]]) -> None:
-        """Called when the engine closes; where no metadata was ever given, there may have been no time for any."""
+        """Warn now, unless no metadata were given: the run may have been too short. Called when the engine closes."""
         if self._saves and self._names:
             self._warn(there)
 
@@ -104,12 +104,12 @@ class MetricWatch:
 
 
 class Kept(NamedTuple):
-    """The committed checkpoints that stay, and those that only the size of the record drops."""
+    """The checkpoints that the rules keep, and those that are dropped only because of the size of the record."""
 
     entries: list[Entry]
-    """Those kept, newest first."""
+    """The entries of the checkpoints that are kept, newest first."""
     crowded_out: list[Entry]
-    """Those that ``Keep(every=...)`` keeps and that are dropped because a record has no room for all of them."""
+    """Entries that ``Keep(every=...)`` keeps and that are dropped because a record has no room for all of them."""
 
 
 @explained
@@ -130,7 +130,7 @@ class Keep:
 
     Raises:
         ValueError: a rule is out of range.
-        TypeError: a rule is none.
+        TypeError: a rule has a wrong type.
     """
 
     every: int | None = None
@@ -150,11 +150,11 @@ class Retention:
     """Rules of retention; a checkpoint stays if any of them keeps it, and as long as it is pinned.
 
     Attributes:
-        keep_last: So many of the newest by counter.
-        keep: Further rules. Of ``every`` the first one is that of the smallest step, whichever was committed first; of
-            equal steps, after a rollback, the newest. One of ``spaced`` is kept until it is so much older than the
-            newest.
-        most: Checkpoints that are kept in all: the room of a record, less its other entries.
+        keep_last: Number of the newest checkpoints, by counter, that are kept.
+        keep: Further rules. For ``every``, the first checkpoint is the one with the smallest step, whichever was
+            committed first; of equal steps, after a rollback, the newest. A checkpoint of ``spaced`` is kept until it
+            is older than the newest one by more than the given time.
+        most: Most checkpoints that are kept in all: the room of a record, less its other entries.
 
     Raises:
         ValueError: ``keep_last`` is out of range, or a record cannot name as many checkpoints.
@@ -175,31 +175,31 @@ class Retention:
 
     @property
     def best(self) -> Best | None:
-        """The rule for the best ones."""
+        """The rule for the best checkpoints, None for none."""
         return None if self.keep.best is None else Best(*self.keep.best)
 
     @property
     def spaced(self) -> tuple[tuple[float, float], ...]:
-        """``Keep.spaced`` in seconds: pairs of the length of a slice, and the age up to which it counts."""
+        """``Keep.spaced`` in seconds: pairs of the length of a slice, and the age up to which checkpoints are kept."""
         return cast("tuple[tuple[float, float], ...]", self.keep.spaced)
 
     @property
     def reserved(self) -> int:
-        """The most checkpoints that the rules keep at a time, those of ``every`` left out: they have no end."""
+        """The most checkpoints that the rules keep at a time, without those of ``every``, which have no limit."""
         best = self.best.count if self.best else 0
         return self.keep_last + best + sum(_slices(*each) for each in self.spaced)
 
     def check_place(self, kept: int) -> None:
-        """Raise StoreFullError if a record has no room beside ``kept`` checkpoints; here never: the rules drop some."""
+        """Raise StoreFullError if a record has no room beside ``kept`` checkpoints; never here, as rules drop some."""
 
     def retain(self, committed: Sequence[Entry], new: Entry, damaged: Collection[int] = ()) -> Kept:
         """Return the entries of the next record; ``new`` is not among them if it is superseded.
 
         With ``keep_last=1`` alone this is PCcheck's rule (section 3.2: a checkpoint commits only over an older one).
-        Of checkpoints with one name the newest replaces the others, also pinned ones. Rejected ones count for no rule,
-        and stay only while they are pinned.
+        The newest of the checkpoints with one name replaces the others, also pinned ones. Rejected checkpoints are
+        ignored by all rules, and stay only while they are pinned.
 
-        ``damaged`` are the counters of checkpoints known to be damaged; these are dropped.
+        ``damaged`` are the counters of checkpoints known to be damaged, which are dropped.
         """
         candidates = _candidates(committed, new, damaged)
         counted = [entry for entry in candidates if not entry.rejected]
@@ -236,7 +236,10 @@ class Retention:
 
     @staticmethod
     def check_left(left: Collection[Entry], entries: Iterable[Entry]) -> None:
-        """Raise StoreError if ``left``, what a removal leaves of ``entries``, has none that can be restored."""
+        """Raise StoreError if ``left``, the rest of ``entries`` after a removal, has none that can be restored.
+
+        If all ``entries`` are rejected, rejected ones may be left.
+        """
         if not left or (all(e.rejected for e in left) and not all(e.rejected for e in entries)):
             what = "none but rejected checkpoints" if left else "no checkpoint"
             raise StoreError(f"{what} would be left; nothing was removed (--force, force=True: remove them)")
@@ -245,10 +248,10 @@ class Retention:
     def reject(
         entries: Sequence[Entry], which: int | str, in_flight: Mapping[int, tuple[int, str | None]], until: int
     ) -> set[int]:
-        """Return the counters of the checkpoints, of these and in flight, to reject from ``which`` on.
+        """Return the counters of the committed checkpoints, and of those in flight, to reject from ``which`` on.
 
-        Rejected are all steps from its step on, and those admitted after the newest checkpoint that matches: after a
-        rollback also smaller steps.
+        These are all with its step or a larger one, and all that were admitted after the newest checkpoint that
+        matches, after a rollback also with smaller steps.
 
         Args:
             entries: Committed checkpoints.
@@ -256,7 +259,7 @@ class Retention:
             in_flight: Steps and names of the checkpoints in flight, by counter.
             until: The counter of the last checkpoint that was admitted before the call: newer ones are not rejected.
 
-        Raises NoCheckpointError if there are none, StoreError if no committed one would be left.
+        Raises NoCheckpointError if there are none to reject, StoreError if no committed one would be left to restore.
         """
         there = dict(in_flight) | {entry.counter: (entry.step, entry.name) for entry in entries if not entry.rejected}
         there = {counter: each for counter, each in there.items() if counter <= until}
@@ -277,7 +280,7 @@ class Retention:
         return chosen
 
     def pin(self, entries: Sequence[Entry], which: int | str, pinned: bool) -> list[Entry]:
-        """Return ``entries``, newest first, with the newest one that matches pinned, or with none of them pinned.
+        """Return ``entries`` (newest first) with the newest match pinned or, if not ``pinned``, all matches unpinned.
 
         Raises NoCheckpointError, and StoreFullError as :meth:`check_room`.
         """
@@ -291,7 +294,7 @@ class Retention:
         return changed
 
     def check_room(self, entries: Iterable[Entry]) -> None:
-        """Raise StoreFullError if a record has no room for the pinned of these and for those that the rules keep."""
+        """Raise StoreFullError if a record has no room for the pinned ones of ``entries`` and all that rules keep."""
         pinned = sum(entry.pinned for entry in entries)
         if pinned + self.reserved > self.most:
             raise StoreFullError(
@@ -301,13 +304,13 @@ class Retention:
             )
 
     def dropped(self, entries: Sequence[Entry]) -> list[Entry]:
-        """Return those of the committed checkpoints that the rules do not keep."""
+        """Return the committed checkpoints that the rules do not keep."""
         kept = self.retain(entries[1:], entries[0]).entries if entries else []
         return [entry for entry in entries if entry not in kept]
 
     @staticmethod
     def _periodic(entries: Iterable[Entry], steps: int) -> list[Entry]:
-        """Return the first at or after each multiple of so many steps, newest first, as ``entries`` are."""
+        """Return the first checkpoint at or after each multiple of ``steps``, newest first, as ``entries`` are."""
         first: dict[int, Entry] = {}
         for entry in entries:
             multiple = (entry.step + 1) // steps
@@ -326,24 +329,24 @@ class Retention:
 
 
 class KeepAll(Retention):
-    """Drops nothing: for callers that remove checkpoints themselves, or have no access to the rules of a store."""
+    """Rules that drop nothing: for callers that remove checkpoints themselves, or do not know a store's rules."""
 
     @property
     def reserved(self) -> int:
-        """No slot is reserved beyond those that are committed."""
+        """0: no slots are reserved beyond those of the committed checkpoints."""
         return 0
 
     def space_needed(self, slot_bytes: int, in_flight: int, available_bytes: int) -> SpaceNeeded:
-        """Return the space of as many checkpoints as a record names."""
+        """Return the space for as many checkpoints as a record may name."""
         slots = {"in flight": in_flight, "all that a commit record names": self.most}
         return SpaceNeeded(slot_bytes, slots, None, available_bytes)
 
     def retain(self, committed: Sequence[Entry], new: Entry, damaged: Collection[int] = ()) -> Kept:
-        """Return all that is not known to be damaged."""
+        """Return all checkpoints but those known to be damaged, and those whose name a newer one has."""
         return Kept(_candidates(committed, new, damaged), [])
 
     def check_place(self, kept: int) -> None:
-        """Raise StoreFullError if a record names no more than are ``kept`` already."""
+        """Raise StoreFullError if as many checkpoints are ``kept`` already as a record may name."""
         if kept >= self.most:
             raise StoreFullError(
                 errno.ENOSPC,
@@ -357,10 +360,10 @@ class SpaceNeeded:
     """The storage that a store takes.
 
     Attributes:
-        slot_bytes: Of the tensors of one checkpoint; its manifest comes on top, some 100 bytes for each of them.
-        slots: How many each rule needs, at the most; they are reserved with the first checkpoint.
-        keep_every: Every multiple of so many steps takes one more, as long as the run goes on; None for none.
-        available_bytes: Free on the filesystem, and those in the slots of the store already.
+        slot_bytes: Bytes of the tensors of one checkpoint; its manifest adds some 100 bytes for each tensor.
+        slots: Most slots that each rule needs; they are reserved with the first checkpoint.
+        keep_every: Number of steps of ``Keep(every=...)``: each multiple takes one more slot; None for none.
+        available_bytes: Bytes that are free on the filesystem, and those in the store's slots.
     """
 
     slot_bytes: int
@@ -384,29 +387,29 @@ class SpaceNeeded:
 
 @dataclass(slots=True, eq=False)
 class Committed:
-    """The newest record of a store, and all that decides about the next one."""
+    """The newest record of a store, and everything else that determines the next one."""
 
     record: Record
     retention: Retention
     adopted: tuple[Entry, ...] = ()
-    """Superseded ones that were fallen back to. Only the older of the two records on storage names them, so the next
-    record must leave it whole (:meth:`record_naming`)."""
+    """Superseded checkpoints that a restore fell back to. Only the older of the two records on storage names them, so
+    the next record must leave that one whole (:meth:`record_naming`)."""
     damaged: set[int] = field(default_factory=set)
-    """Counters of those whose checksums do not hold: the next record leaves them out."""
+    """Counters of checkpoints whose checksums do not hold: the next record leaves them out."""
     rejected: set[int] = field(default_factory=set)
     """Counters of checkpoints that were rejected in flight: no record names them."""
     line: Line | None = None
-    """Of the records to come. None, of a writer without a tier in memory: then no checkpoint in memory counts."""
+    """Line of the next records; None for a writer without a tier in memory: then no checkpoint in memory is valid."""
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        """Committed and adopted checkpoints, newest first, those known to be damaged left out."""
+        """Committed and adopted checkpoints, newest first, without those known to be damaged."""
         known = sorted((*self.record.entries, *self.adopted), key=lambda entry: -entry.counter)
         return tuple(entry for entry in known if entry.counter not in self.damaged)
 
     @property
     def newest(self) -> Entry | None:
-        """The newest of the :attr:`entries` that is not rejected; else of all, or of those that the record names."""
+        """The newest of :attr:`entries` (if empty, of the record's) that is not rejected; if all are, the newest."""
         entries = self.entries or self.record.entries
         return next((entry for entry in entries if not entry.rejected), entries[0] if entries else None)
 
@@ -416,11 +419,11 @@ class Committed:
         return max((entry.counter for entry in self.record.entries), default=-1)
 
     def record_naming(self, entries: Iterable[Entry]) -> Record:
-        """Return the next record, if it names ``entries``. Changes nothing.
+        """Return the next record, which names ``entries``. Changes nothing.
 
-        Its generation decides which of the two records on storage it overwrites: by default the older one. Only that
-        one names the adopted ones. Then the next record must overwrite the newer one (generation + 2, same parity) and
-        leave the older one whole.
+        The generation of a record decides which of the two records on storage it overwrites: normally the older one. If
+        there are adopted checkpoints, which only the older one names, the next record must overwrite the newer one
+        (generation + 2, same parity) and leave the older one whole.
         """
         named, before = tuple(entries), self.record
         if self.adopted:
@@ -445,7 +448,7 @@ class Committed:
     def decide(self, new: Entry) -> Record | None:
         """Return the record that commits ``new``; None if it was superseded (I6) or rejected meanwhile.
 
-        Changes nothing. Raises StoreFullError if all are kept, and a record has no room for one more.
+        Changes nothing. Raises StoreFullError if all others are kept, and a record has no room for one more.
         """
         if new.counter in self.rejected:
             return None
@@ -474,7 +477,7 @@ def _check_best(best: object) -> None:
 
 
 def _make_spaced(spaced: object) -> tuple[tuple[float, float], ...]:
-    """Return the pairs in seconds."""
+    """Return the checked pairs in seconds. Raises TypeError, ValueError."""
     if not isinstance(spaced, list | tuple) or not all(isinstance(each, tuple) and len(each) == 2 for each in spaced):
         raise TypeError(
             "Keep(spaced=...) is a list of pairs (every, for how long) of timedeltas or seconds, such as "
@@ -505,16 +508,16 @@ def _seconds(value: object) -> float:
 
 
 def _slices(every: float, seconds: float) -> int:
-    """Return the most slices that the last so many seconds touch: they begin and end anywhere in one."""
+    """Return the most slices of length ``every`` that an interval of ``seconds`` touches, wherever it begins."""
     return math.ceil(seconds / every) + 1
 
 
 def _first_of_slices(entries: Sequence[Entry], every: float, seconds: float) -> Iterable[int]:
-    """Return the counters of the first checkpoint of each slice; ``entries`` are newest first.
+    """Return the counters of the first checkpoint of each slice that is not too old; ``entries`` are newest first.
 
-    Slices lie on one fixed grid: the first checkpoint of its slice stays the first. One that claims to be newer
-    than the newest, as after a clock was set back, is not too old; but these are no more slices than those of a clock
-    that goes on, or a record would have no room for them.
+    Slices lie on one fixed grid, so the first checkpoint of a slice stays the first. Checkpoints with later times than
+    the newest one, as after a clock was set back, are not too old; but never more are returned than an interval of
+    ``seconds`` has slices, or a record would have no room for them.
     """
     first = {entry.time // every: entry for entry in entries}
     # Only now: else the next one of its slice would be wanted once the first is too old, and that one is gone by then.
@@ -523,7 +526,7 @@ def _first_of_slices(entries: Sequence[Entry], every: float, seconds: float) -> 
 
 
 def _candidates(committed: Sequence[Entry], new: Entry, damaged: Collection[int]) -> list[Entry]:
-    """Return the checkpoints that may be kept, newest first."""
+    """Return the checkpoints that may be kept, newest first: not damaged, and the newest of their name."""
     there = sorted([entry for entry in (*committed, new) if entry.counter not in damaged], key=_by_counter)
     newest: dict[str, Entry] = {}
     return [one for one in there if not one.metadata or one.name is None or newest.setdefault(one.name, one) is one]

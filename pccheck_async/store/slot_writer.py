@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way of one checkpoint into a slot: its chunks, and its manifest behind them.
+"""Writing one checkpoint into a slot: its chunks, followed by its manifest.
 
 (Invariants, such as I9: :mod:`pccheck_async.store`.)
 """
@@ -23,18 +23,19 @@ __all__ = ["ChunkPlace", "SlotWriter"]
 
 
 class ChunkPlace(NamedTuple):
-    """Memory for one chunk, of its length: a staging buffer, or its place in a slot that is mapped into memory."""
+    """Memory of one chunk's length: in a staging buffer, or its place in a slot that is mapped into memory."""
 
     offset: int
-    """In the slot."""
+    """Offset of the chunk in the slot, in bytes."""
     view: memoryview
     lease: BufferLease | None
     slot: File | None
 
     def explained(self, error: OSError) -> OSError | CheckpointError:
-        """Return the error of a copy into this memory; in a mapped slot it is the storage's, as a WriteError.
+        """Return the error to raise for a failed copy into this memory.
 
-        Its file was truncated then, or the memory that holds it is broken. Else what is copied was: a memory map.
+        For a mapped slot it is a WriteError: the slot's file was truncated, or its memory is broken. For a staging
+        buffer it is a CheckpointError: the source, a memory map, was truncated or is broken.
         """
         if self.slot is not None:
             return write_error(error, self.slot.name)
@@ -45,18 +46,18 @@ class ChunkPlace(NamedTuple):
 
 
 class SlotWriter:
-    """Writes one checkpoint. Its context gives back, at the end, the buffers, and the slot before :meth:`finish`.
+    """Writes one checkpoint. On exit it gives back the buffers, and the slot unless :meth:`finish` returned that.
 
-    Each chunk is written as soon as it is captured. The only one is kept until the manifest is there, but not in the
-    last buffer: both are then one request, which small checkpoints share with their commit record
-    (:meth:`Store.commit`); and their slot is reserved only then, when their length is known.
+    Each chunk is written as soon as it is captured. A chunk that is the only one is kept until the manifest exists,
+    unless it is in the last free buffer: both are then written in one request, which small checkpoints share with their
+    commit record (:meth:`Store.commit`); and the slot is reserved only then, when the length is known.
 
     Args:
-        store: Of the slot.
-        pool: Has the staging buffers.
+        store: The store of the slot.
+        pool: The pool of staging buffers.
         plan: The chunks, or the manifest of a checkpoint that is copied.
-        first: The only chunk, if it was captured before, and maybe room behind it.
-        lease: A slot of the store that is long enough; it is the writer's from now on. None: one is reserved.
+        first: The only chunk, if it was captured before, with or without room after it.
+        lease: A slot of the store that is long enough; the writer owns it from now on. None: one is reserved.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class SlotWriter:
             self._reserving = asyncio.get_running_loop().create_future()
             self._reserving.set_result(lease)
         self.written = 0
-        """Bytes of chunks that are in the slot: written, or known to be there."""
+        """Bytes of chunks that are in the slot: written now, or known to be in it."""
 
     async def __aenter__(self) -> SlotWriter:
         return self
@@ -91,9 +92,9 @@ class SlotWriter:
             await self._store.release(reserving.result())
 
     async def reserve(self, tasks: Tasks, longest: Callable[[], int]) -> None:
-        """Start to reserve a slot, beside the capture: the trainer waits for the copies, never for the store.
+        """Start a task that reserves a slot during the capture: the trainer waits for the copies, never for the store.
 
-        ``longest`` returns the most bytes that the manifest may have.
+        Does nothing for a single chunk that can be kept. ``longest`` returns the most bytes that the manifest may have.
         """
         # The last buffer is for checkpoints that have their slot: else those without a slot could hold all buffers, and
         # the one whose commit frees a slot would wait for a buffer.
@@ -110,9 +111,9 @@ class SlotWriter:
             await asyncio.sleep(0)  # the slot first, if none has to be made or waited for: it is copied right into it
 
     async def place(self, chunk: Chunk) -> ChunkPlace:
-        """Return the memory to copy a chunk into. :meth:`reserve` came before.
+        """Return the memory to copy a chunk into. Called after :meth:`reserve`.
 
-        Cancellation: takes no memory.
+        Cancellation: no memory is taken.
         """
         if (reserving := self._reserving) is not None:
             if not reserving.done() and len(self._pool.free) <= 1:
@@ -128,8 +129,8 @@ class SlotWriter:
     async def put(self, place: ChunkPlace) -> None:
         """Write a chunk that was copied into its place, or keep it for the manifest if it is the only one.
 
-        It is not kept in the last buffer: in a group the commit waits for other ranks, and theirs may wait for this
-        rank's next checkpoint, which needs a buffer.
+        A chunk in the last buffer is not kept: in a group the commit waits for other ranks, whose commits may wait for
+        this rank's next checkpoint, which needs a buffer.
         """
         if len(self._plan.chunks) == 1 and self._reserving is None:
             assert place.lease is not None  # without a slot
@@ -148,7 +149,7 @@ class SlotWriter:
             place.lease.release()
 
     async def finish(self, manifest: bytes) -> tuple[SlotLease, list[Piece]]:
-        """Return the slot, which is the caller's then, and the pieces of it that are not written yet."""
+        """Return the slot, which the caller owns then, and its pieces that are not written yet, with the manifest."""
         end, padded = self._plan.payload_nbytes, align(len(manifest), self._store.block_bytes)
         kept = self._kept
         if kept is None:

@@ -29,14 +29,14 @@ __all__ = ["SlotDecision", "SlotTable", "Slots", "open_slots"]
 
 
 class SlotDecision(NamedTuple):
-    """The slot for a checkpoint."""
+    """The choice of a slot for a checkpoint."""
 
     slot: int | None
-    """None: every slot is in use, and no more may be made."""
+    """Number of the slot; None: every slot is in use, and no more may be made."""
     create: bool = False
-    """It does not exist yet."""
+    """Whether the slot does not exist yet."""
     remove: int | None = None
-    """A free slot that is too small, to be removed first."""
+    """Number of a free slot that is too small, to be removed first; None for none."""
 
 
 class SlotTable:
@@ -46,9 +46,9 @@ class SlotTable:
         sizes: Slots found on storage: number to bytes.
         committed: Slots that the newest durable record names.
         unusable: Slots whose files cannot be opened: no new slot gets one of their numbers.
-        before: Slots that the record before it names.
+        before: Slots that the record before the newest one names.
         in_flight: Most checkpoints that are written at a time.
-        kept: Checkpoints for which there is always room; pinned ones and the like come on top (I10).
+        kept: Number of kept checkpoints for which there are always slots; pinned ones and others are added (I10).
 
     Attributes:
         sizes: Slots that exist: number to bytes.
@@ -77,16 +77,16 @@ class SlotTable:
 
     @property
     def most(self) -> int:
-        """Slots that may exist while there are no other readers: checkpoints in flight plus checkpoints kept."""
+        """The number of slots that may exist without other readers: checkpoints in flight plus checkpoints kept."""
         return self._in_flight + max(self._kept, len(self._committed))
 
     @property
     def count(self) -> int:
-        """Slots that exist."""
+        """The number of slots that exist."""
         return len(self.sizes)
 
     def free(self) -> list[int]:
-        """Slots that nothing uses, smallest number first."""
+        """Return the slots that nothing uses, smallest number first."""
         return sorted(self.sizes.keys() - self._committed - self.leased - self._read.keys())
 
     def is_free(self, slot: int) -> bool:
@@ -97,8 +97,8 @@ class SlotTable:
     def decide(self, nbytes: int, passed_over: Collection[int] = ()) -> SlotDecision:
         """Choose a slot for a checkpoint of ``nbytes``, without the free slots ``passed_over`` (readers hold them).
 
-        Readers of other processes allow one slot beyond ``most``; then the caller waits. Each slot that a restore of
-        this engine reads, and that no record names any more, allows one more.
+        If readers hold slots, one slot beyond ``most`` is allowed; after that the caller has to wait. Each slot that a
+        restore of this engine reads, and that no record names any more, allows one more.
         """
         free = [slot for slot in self.free() if slot not in passed_over]
         fitting = [slot for slot in free if self.sizes[slot] >= nbytes]
@@ -111,34 +111,34 @@ class SlotTable:
         return SlotDecision(self._fresh()[0], create=True) if self.count < self.most + extra else SlotDecision(None)
 
     def _rank(self, slot: int) -> tuple[bool, int, int]:
-        """Sort key: slots to reuse first sort first; superseded checkpoints last, as they may be needed again."""
+        """Return a sort key: slots to reuse first sort first, superseded checkpoints last, as they may be needed."""
         return slot in self._before, self.sizes[slot], slot
 
     def missing(self) -> list[int]:
-        """Numbers of the slots to create so that every checkpoint in flight finds one."""
+        """Return the numbers of the slots to create so that every checkpoint in flight finds one."""
         return self._fresh(max(0, self.most - self.count))
 
     def _fresh(self, number: int = 1) -> list[int]:
-        """Numbers that no slot has; none is given twice as long as there are any that never were."""
+        """Return ``number`` numbers that no slot has; a number is given again only when all others were given."""
         beyond = range(self._next, MOST_SLOT + 1)
         taken = self.sizes.keys() | self._committed | self._unusable
         gaps = (slot for slot in count() if slot not in taken)
         return list(islice(chain(beyond, gaps), number))
 
     def created(self, slot: int, nbytes: int) -> None:
-        """Add a new slot of ``nbytes``; it is free."""
+        """Add a new, free slot of ``nbytes``."""
         if slot in self.sizes:
             raise ValueError(f"slot {slot} exists")
         self.sizes[slot] = nbytes
         self._next = max(self._next, slot + 1)
 
     def removed(self, slot: int) -> None:
-        """Remove a free slot. Called when its file is gone."""
+        """Remove a free slot from the table. Called before its file is removed."""
         self._check_free(slot)
         del self.sizes[slot]
 
     def lease(self, slot: int) -> None:
-        """Give a free slot to a checkpoint."""
+        """Lease a free slot to a checkpoint."""
         self._check_free(slot)
         self.leased.add(slot)
 
@@ -151,9 +151,9 @@ class SlotTable:
         self.leased.remove(slot)
 
     def note_committed(self, slots: Iterable[int], before: Iterable[int]) -> None:
-        """Set the slots that the newest record names; all others become free. Called when that record is durable.
+        """Set the slots that the newest record names, and free those it no longer names. Called when it is durable.
 
-        Of the free ones, those that the record ``before`` it names are written last.
+        Free slots that the record ``before`` it names are reused last.
         """
         self._before, self._committed = set(before), set(slots)
         self.leased -= self._committed
@@ -177,7 +177,7 @@ class SlotTable:
             del self._read[slot]
 
     def surplus(self) -> list[int]:
-        """Free slots beyond ``most`` (after a reader's extra slot, or when fewer are kept), to be removed."""
+        """Return the free slots beyond ``most`` (made for readers, or when more were kept), to be removed."""
         beyond = self.count - self.most
         return sorted(self.free(), key=self._rank)[:beyond] if beyond > 0 else []
 
@@ -192,10 +192,11 @@ async def open_slots(
     ahead: bool = True,
     known: KnownBytes | None = None,
 ) -> Slots:
-    """Open the slots that a folder has; a slot that cannot be opened is left alone: its checkpoint is lost.
+    """Open the slots that a folder has. A slot that cannot be opened is logged and never used: its checkpoint is lost.
 
-    ``record`` is the newest one, ``sync_names`` makes names durable; ``ahead``: the first checkpoint makes all slots,
-    else each is made when it is needed. The rest is for :class:`SlotTable`.
+    ``record`` is the newest one; ``sync_names`` makes names durable; ``ahead``: the first checkpoint makes all slots,
+    else each is made when it is needed; ``known`` is for :class:`Slots`, the rest for :class:`SlotTable`. Raises the
+    error of opening if descriptors or memory are short, or if this process may not open the slot of a checkpoint.
     """
     files: dict[int, File] = {}
     unusable: dict[int, Exception] = {}
@@ -228,15 +229,18 @@ class Slots:
     _files: dict[int, File]
     _unusable: Mapping[int, Exception]
     known: KnownBytes | None = None
-    """None: all chunks are written."""
+    """Hashes of bytes that need not be written again; None: all chunks are written."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while a slot is looked for or removed."""
+    """Lock that is held while a slot is chosen, created or removed."""
     reader_waits: int = 0
-    """Times that a checkpoint waited for other processes' readers."""
+    """Number of times that a checkpoint waited for other processes' readers."""
     _reserved: bool = False
 
     async def lease(self, nbytes: int) -> SlotLease:
-        """Lease a slot of at least ``nbytes``, whole blocks. Called under :attr:`lock`. Raises StoreFullError."""
+        """Lease a slot of at least ``nbytes``, whole blocks; wait while readers hold all.
+
+        Called under :attr:`lock`. Raises StoreFullError.
+        """
         passed_over: set[int] = set()
         waiting = False
         while (lease := await self.lease_now(nbytes, passed_over)) is None:
@@ -250,9 +254,9 @@ class Slots:
         return lease
 
     async def lease_now(self, nbytes: int, passed_over: set[int], *, creates: bool = True) -> SlotLease | None:
-        """Lease a slot; None if readers hold all, which are added to ``passed_over``, or one would have to be created.
+        """Lease a slot; None if all are in use, or unless ``creates`` one would have to be created.
 
-        Called under :attr:`lock`. Raises StoreFullError.
+        Slots that readers hold are added to ``passed_over``. Called under :attr:`lock`. Raises StoreFullError.
         """
         if creates and not self._reserved:
             await self._reserve_all(nbytes)
@@ -276,9 +280,9 @@ class Slots:
             await uninterrupted(self._create_slot(slot, nbytes))
 
     def start_reading(self, slot: int) -> File:
-        """Keep a slot from being reused until :meth:`SlotTable.stop_reading`.
+        """Keep a slot from being reused until :meth:`SlotTable.stop_reading`, and return its file.
 
-        Raises DamagedError if it is missing or no file, ReadError if its file could not be opened.
+        Raises DamagedError if the file is missing or not regular, ReadError if it could not be opened.
         """
         error = self._unusable.get(slot)
         if isinstance(error, OSError):
@@ -291,7 +295,7 @@ class Slots:
         return self._files[slot]
 
     async def start_reading_free(self, slot: int) -> File:
-        """Keep a slot that no record names from being reused. Raises DamagedError also if it is being written."""
+        """Perform :meth:`start_reading` for a slot that no record names. Raises DamagedError if it is being written."""
         if slot in self.table.leased:
             raise DamagedError(f"{slot_name(slot)} is being written over")
         file = self.start_reading(slot)
@@ -336,7 +340,7 @@ class Slots:
         self._reserved = True
 
     async def _lock_free(self, slot: int) -> bool:
-        """Lock a free slot; False if a reader holds it: of another process, or of this one by now."""
+        """Lock a free slot; False if a reader of another process, or by now one of this process, holds it."""
         if not await self._medium.lock(self._files[slot]):
             return False
         if not self.table.is_free(slot):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sources of parts: a slot of the store that an engine of this process has open, or one in any folder seen here."""
+"""Sources of parts: a slot of the store that an engine of this process has open, or a slot in any folder seen here."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ __all__ = ["FolderPart", "OwnSlot"]
 
 
 class OwnSlot(Source):
-    """A slot of a store that is open for writing, here, and is not reused while it is read.
+    """A slot of a store that this process has open for writing; the slot is not reused while it is read.
 
     Args:
         store: The store.
-        entry: The newest record names it,
-        superseded: or has superseded it.
+        entry: The checkpoint's entry in the newest record or, with ``superseded``, in the one before it.
+        superseded: Whether the newest record has superseded the checkpoint.
     """
 
     def __init__(self, store: Store, entry: Entry, *, superseded: bool = False) -> None:
@@ -35,10 +35,10 @@ class OwnSlot(Source):
         self.entry, self.medium, self.block_bytes = entry, store.medium, store.block_bytes
 
     async def acquire(self) -> File:
-        """Return the slot's file. Called on the engine's loop, like :meth:`release`.
+        """Keep the slot from being reused, and return its file. Called on the engine's loop, like :meth:`release`.
 
-        A pin that was set or removed meanwhile makes no difference. Raises DroppedMeanwhileError if newer checkpoints
-        replaced it, or it was rejected; DamagedError, ReadError as :meth:`Slots.start_reading` and
+        A pin that was set or removed meanwhile makes no difference. Raises DroppedMeanwhileError if the checkpoint was
+        replaced, removed or rejected; and the errors of :meth:`Slots.start_reading` and
         :meth:`Slots.start_reading_free`.
         """
         entry, committed, slots = self.entry, self._store.committed, self._store.slots
@@ -71,10 +71,10 @@ class FolderPart(Source):
     Args:
         opened: The medium of the group's folder, which is prepared; all parts share it, and its threads.
         folder: The name of the rank's folder in it; empty for a store that is that folder itself.
-        key: The checkpoint.
-        listed: Its entry in a list of complete checkpoints, which has the group's pins and rejections.
-        superseded: Whether it is one that the newest record has superseded.
-        record: That record, if it was read a moment ago.
+        key: The key of the checkpoint.
+        listed: The checkpoint's entry in a list of complete checkpoints, with the group's pins and rejections.
+        superseded: Whether the newest record has superseded the checkpoint.
+        record: The newest record, if it was read a moment ago.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class FolderPart(Source):
         self._key, self._listed, self._superseded = key, listed, superseded
 
     async def acquire(self) -> File:
-        """Lock the slot."""
+        """Lock the slot, and return its file. Raises DamagedError if there is no such part any more, ReadError."""
         reader = await StoreReader.open(self._opened, self._folder)
         counter, found = self._key.counter, None
 

@@ -32,15 +32,15 @@ from pccheck_async.transfer import aligned_buffer, uninterrupted
 __all__ = ["Store", "StoreStatistics", "Written", "open_store"]
 
 _CHAIN_NBYTES = 2 << 20
-"""Most bytes that are written in one chain with their record. A chain saves two wake-ups of a 0.7 ms save (15 %) and
-keeps other commits waiting until all of it is written: about a millisecond for so many bytes."""
+"""Most bytes of data that are written in one chain with their record. A chain saves two wake-ups of a 0.7 ms save
+(15 %), and delays other commits until all of it is written: about a millisecond for so many bytes."""
 
 
 class Latch:
-    """The first error that left durability unknown. It is never reset: reopen the store.
+    """Keeps the first error that left durability unknown, and refuses commits after it. Reopen the store to reset it.
 
     Attributes:
-        failure: That error, None while there was none.
+        failure: The first such error, None while there was none.
     """
 
     def __init__(self, known: KnownBytes | None = None) -> None:
@@ -50,7 +50,7 @@ class Latch:
     def failed(self, error: BaseException) -> StoreFailedError:
         """Refuse commits from now on because of ``error``, and return the error to raise from it.
 
-        Only the first one is kept, and logged.
+        Only the first error is kept, and logged.
         """
         if self.failure is None:
             self.failure = error
@@ -65,7 +65,7 @@ class Latch:
             raise _failed(self.failure) from self.failure
 
     async def flush(self, flush: Callable[[], Awaitable[None]]) -> None:
-        """Flush; if that fails, take no more commits. Raises StoreFailedError.
+        """Await ``flush``; if that fails, refuse commits from now on. Raises StoreFailedError.
 
         Cancellation: raised when the flush ended: its error must latch though the caller no longer waits.
         """
@@ -93,16 +93,16 @@ class StoreStatistics:
     """The store's contents and past work."""
 
     slots: int
-    """Slot files."""
+    """Number of slot files."""
     slot_bytes: int
     generation: int
-    """Of the newest record."""
+    """Generation of the newest record."""
     commits: int
-    """Records written."""
+    """Number of records written."""
     superseded: int
-    """Checkpoints that newer ones made pointless."""
+    """Number of checkpoints that were superseded by newer ones before they were committed."""
     reader_waits: int
-    """Times that a checkpoint waited for other processes' readers."""
+    """Number of times that a checkpoint waited for other processes' readers."""
     unchanged_bytes: int
     """Bytes that were not written, as their slot still held them."""
 
@@ -112,11 +112,11 @@ class Written:
     """A checkpoint in its slot that no record names yet.
 
     Attributes:
-        lease: Its slot, to which nothing writes any more.
-        entry: For the record.
-        rest: Its pieces that are not written yet.
-        check: Called when all of it is durable in its slot, and before the record is written: its error ends the
-            checkpoint, and nothing is committed.
+        lease: The lease of its slot, to which nothing writes any more.
+        entry: The entry for the record.
+        rest: Pieces of the slot that are not written yet.
+        check: Function called when all of it is durable in its slot, and before the record is written: an error ends
+            the checkpoint, and nothing is committed.
     """
 
     lease: SlotLease
@@ -136,18 +136,18 @@ async def open_store(
     ahead: bool = True,
     known: KnownBytes | None = None,
 ) -> Store:
-    """Lock the store, create it if there is none, and recover: the newest valid record decides.
+    """Lock the store, create it if there is none, and recover the state that the newest valid record describes.
 
-    ``path`` is for messages; ``lock_timeout`` are the seconds to wait for another writer; ``version`` is that of the
-    records: a group, whose records are of another one, decides which checkpoints they name. ``ahead`` and ``known``
-    are for :func:`open_slots`.
+    ``path`` is for messages; ``lock_timeout`` is the time in seconds to wait for another writer; ``version`` is the
+    format of the records: a group's has another one, and the group decides which checkpoints they name. ``ahead`` and
+    ``known`` are for :func:`open_slots`.
 
     Durability: opening an existing store writes nothing.
 
     Raises:
         StoreLockedError: another writer held the store for ``lock_timeout`` seconds.
         CorruptStoreError: the folder holds other data, or no valid record.
-        StoreFullError: so many checkpoints are pinned that a record has no room for those to be kept.
+        StoreFullError: so many checkpoints are pinned that a record has no room for those that the rules keep.
     """
     file = await open_commit(medium, path, lock_timeout, version)
     record = await read_record(medium, file.file, file.identity, path)
@@ -168,7 +168,7 @@ async def open_store(
 class Store:
     """The writing side of one store; one per folder and process. Made by :func:`open_store`.
 
-    In a group, which has one for each rank, the group decides which checkpoints a record names: it calls
+    A group has one store for each rank, and decides which checkpoints a record names: it calls
     :meth:`finish_data` and :meth:`rewrite` instead of :meth:`commit` and :meth:`amend`.
     """
 
@@ -178,26 +178,27 @@ class Store:
     slots: Slots
     latch: Latch
     repairs: Part | None = None
-    """Written by :meth:`take_over` (:meth:`CommitFile.repairs`)."""
+    """Writes that :meth:`take_over` performs (:meth:`CommitFile.repairs`)."""
     took_over: bool = False
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held by one commit at a time, from its decision to the freeing of the slots that it replaced."""
+    """Lock that one commit holds at a time, from its decision to the freeing of the slots that it replaced."""
     commits: int = 0
-    """Records written."""
+    """Number of records written."""
     superseded: int = 0
-    """Checkpoints that newer ones replaced before they were committed."""
+    """Number of checkpoints that newer ones replaced before they were committed."""
 
     @property
     def block_bytes(self) -> int:
-        """The unit of every offset and length in the store."""
+        """The block size: every offset and length in the store is a multiple of it."""
         return self.file.identity.block_bytes
 
     async def reserve(self, nbytes: int) -> SlotLease:
         """Lease a slot of at least ``nbytes`` for one checkpoint, creating or enlarging one if needed.
 
-        The first checkpoint reserves the space of all slots, so that a full disk shows now and not in an hour.
+        The first call takes the store over, and reserves the space of all slots, so that a full disk shows at once and
+        not in an hour. If a restore adopted a checkpoint, a record with it is written first.
 
-        Raises StoreFullError: no space, and nothing was changed but free slots; StoreFailedError.
+        Raises StoreFullError: no space, and only free slots were changed; StoreFailedError.
         """
         await self._free_damaged()
         async with self.slots.lock:
@@ -205,19 +206,22 @@ class Store:
             return await self.slots.lease(align(nbytes, self.block_bytes))
 
     async def reserve_now(self, nbytes: int, *, creates: bool) -> SlotLease | None:
-        """As :meth:`reserve`; None if readers of other processes hold all slots, or one would have to be created."""
+        """Call :meth:`reserve` without waiting; None if readers hold all slots, or one would have to be created."""
         await self._free_damaged()
         async with self.slots.lock:
             await self._check_leasing()
             return await self.slots.lease_now(align(nbytes, self.block_bytes), set(), creates=creates)
 
     async def _free_damaged(self) -> None:
-        """Write a record without damaged checkpoints, if a restore fell back to a superseded one: it names that."""
+        """Write a record without damaged checkpoints if a restore adopted a superseded one, which it then names."""
         if self.committed.adopted:
             await self.amend(lambda entries: entries)
 
     async def _check_leasing(self) -> None:
-        """Raise StoreFailedError if the store takes no more commits. Called under the lock of the slots."""
+        """Raise StoreFailedError if the store takes no more commits; take it over on first use.
+
+        Called under the lock of the slots.
+        """
         self.latch.check()
         if not self.took_over:
             await self.take_over()
@@ -225,14 +229,14 @@ class Store:
     async def commit(self, written: Written) -> bool:
         """Commit a checkpoint; False if it is superseded (I6).
 
-        Its slot is given back, or the record's. If the store takes no more commits it may stay taken, since a restart
-        may find a record that names it. A small checkpoint without ``check`` is written in one chain with its record if
-        no other commit is under way.
+        Afterwards the slot is free, or the record's. If the store takes no more commits the slot may stay leased, since
+        a restart may find a record that names it. A small checkpoint without ``check`` is written in one chain with its
+        record if no other commit is under way.
 
         Durability: on True the checkpoint survives power loss. The comment at each step below describes a crash there,
             or a crash without the step.
 
-        Cancellation: once the record is being written it ends as if it had not been cancelled.
+        Cancellation: ignored once the record is being written.
 
         Raises:
             WriteError, StoreFullError: a write to the slot failed, and nothing else (I11).
@@ -316,9 +320,9 @@ class Store:
     ) -> tuple[Entry, ...]:
         """Change the entries of committed checkpoints, or drop some, in one record; return those that it names.
 
-        ``change`` is called under the commit lock with the entries, newest first, and returns those wanted. Raises its
-        errors, and StoreFailedError: a flush or the record failed, now or before. ``for_good``: what it drops is not
-        readable as superseded either.
+        ``change`` is called under the commit lock with the entries, newest first, and returns the new ones. Raises its
+        errors, and StoreFailedError: a flush or the record failed, now or before. ``for_good``: dropped checkpoints
+        cannot be read as superseded ones either.
 
         Durability: when this returns the change survives power loss.
         """
@@ -338,19 +342,20 @@ class Store:
             return entries
 
     async def rewrite(self, make: Callable[[Record], Record]) -> None:
-        """Replace the newest record by ``make`` of it: in a group all ranks decide what a record names.
+        """Replace the newest record by the result of ``make``: in a group all ranks decide what a record names.
 
-        Slots that the new one does not name become free. Raises StoreFailedError: the store then takes no more records.
+        Slots that the new record does not name become free. Raises StoreFailedError: no more records can be written.
         """
         async with self.lock:
             self.latch.check()
             await self._replace_record(make(self.committed.record))
 
     async def begin_line(self, line: Line) -> None:
-        """Write a record that names the same checkpoints and has another line, as do those after it.
+        """Write a record that names the same checkpoints and has another line, which all later records have, too.
 
-        It takes the place of the newest record, so that the superseded checkpoints of the one before stay readable. A
-        torn write leaves the one or the other: they differ in the header, which is one sector, and behind the body.
+        The record overwrites the newest one, so that the superseded checkpoints of the one before stay readable. A
+        torn write leaves the one or the other: they differ in the header, which is one sector, and after the body. If
+        checkpoints are known to be damaged or were adopted, it is written like any other record.
 
         Durability: when this returns the line survives power loss. Raises StoreFailedError.
         """
@@ -372,9 +377,9 @@ class Store:
         await uninterrupted(replace())
 
     async def pin(self, which: int | str, pinned: bool) -> Entry:
-        """Exempt the newest checkpoint of a step, or that of a name, from the rules, or subject all of them to these.
+        """Pin the newest checkpoint of a step, or the one with a name; if not ``pinned``, unpin all that match.
 
-        Durability: as of :meth:`amend`. Raises the errors of that and of :meth:`Retention.pin`.
+        Returns the newest match. Durability: see :meth:`amend`. Raises its errors and those of :meth:`Retention.pin`.
         """
         named = await self.amend(lambda entries: self.committed.retention.pin(entries, which, pinned))
         return next(entry for entry in named if entry.matches(which))
@@ -384,9 +389,9 @@ class Store:
     ) -> list[Entry]:
         """Reject checkpoints from one on, in one record; return the committed ones among them, newest first.
 
-        Those in flight are named by no record. The arguments are those of :meth:`Retention.reject`.
+        Rejected checkpoints in flight are never committed. The arguments are those of :meth:`Retention.reject`.
 
-        Durability: as of :meth:`amend`. Raises the errors of that and of :meth:`Retention.reject`.
+        Durability: see :meth:`amend`. Raises the errors of :meth:`amend` and :meth:`Retention.reject`.
         """
         chosen: set[int] = set()
 
@@ -400,9 +405,9 @@ class Store:
         return [entry for entry in await self.amend(change) if entry.counter in chosen]
 
     async def remove(self, which: int | str, *, force: bool) -> list[Entry]:
-        """Drop all that match ``which``, pinned or not, for good; return the dropped ones, newest first.
+        """Drop all checkpoints that match ``which``, pinned or not, for good; return them, newest first.
 
-        Durability: as of :meth:`amend`. Raises the errors of that and of :meth:`Retention.remove`.
+        Durability: see :meth:`amend`. Raises the errors of :meth:`amend` and :meth:`Retention.remove`.
         """
         before: list[Entry] = []
 
@@ -415,14 +420,14 @@ class Store:
         return [entry for entry in before if entry.counter not in left]
 
     async def note_damaged(self, entry: Entry) -> None:
-        """Called when checksums of a checkpoint do not hold: the next record leaves it out."""
+        """Mark a checkpoint as damaged, so that the next record leaves it out. Called when a checksum does not hold."""
         self.committed.damaged.add(entry.counter)
 
     async def adopt(self, entry: Entry) -> None:
-        """Count a superseded checkpoint as committed again, once all of it was verified; its slot is being read.
+        """Treat a superseded checkpoint as committed again. Called once all of it was verified, while its slot is read.
 
-        Its slot is then not free, and the record that still names it is not overwritten, until a record that names its
-        successor is durable. Does nothing if a newer checkpoint was committed meanwhile.
+        From then on its slot is not free, and the record that still names it is not overwritten, until a new record is
+        durable. Does nothing if the checkpoint is not superseded any more, or a record has no room for it.
         """
         async with self.lock:
             known = self.committed.entries
@@ -432,7 +437,7 @@ class Store:
                 self.slots.table.note_committed(_slots(kept), _slots(self.committed.record.before))
 
     async def take_over_once(self) -> None:
-        """Take the store over, unless that was done. Raises StoreFailedError."""
+        """Take the store over, unless that was done before. Raises StoreFailedError."""
         if not self.took_over:  # else skip the lock: its holder may be waiting for readers
             async with self.slots.lock:
                 self.latch.check()
@@ -444,7 +449,7 @@ class Store:
     async def take_over(self) -> None:
         """Make sure that any later crash falls back to the record found at opening, before anything is written (I12).
 
-        Once, and under the lock of the slots. Raises StoreFailedError: no commits.
+        Called once, under the lock of the slots. Raises StoreFailedError: the store takes no commits.
         """
         # Flush the unflushed writes of a dead predecessor. Without this: a record that is only in the device's
         # cache names the slots this writer keeps; if the power fails after new data went into the slots it freed, the
@@ -472,9 +477,9 @@ class Store:
             self.slots.known.note_flushed(lease)
 
     async def write_record(self, record: Record, data: Sequence[Part] = ()) -> None:
-        """Write a record over the older one of the two and make it durable; before it ``data``, if that is not yet.
+        """Write a record in the place of its generation, and make it durable; write ``data`` and flush it before.
 
-        Cancellation: comes too late: a record that may or may not be durable would latch the store.
+        Cancellation: ignored: a record that may or may not be durable would latch the store.
 
         Raises the errors of :meth:`commit`; WriteError and StoreFullError only if a write of ``data`` failed.
         """
@@ -495,7 +500,7 @@ class Store:
         self.slots.table.note_committed(_slots(record.entries), _slots(record.before))
 
     def statistics(self) -> StoreStatistics:
-        """Return slots and commits so far."""
+        """Return the numbers of slots, commits and waits so far."""
         return StoreStatistics(
             slots=self.slots.table.count,
             slot_bytes=sum(self.slots.table.sizes.values()),

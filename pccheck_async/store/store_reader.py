@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The records of a store, and the lock on a slot, also beside a writer of another process. Nothing here writes."""
+"""Reading a store's records, and locking its slots, also beside a writer of another process. Nothing here writes."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ __all__ = ["LOCK_SECONDS", "StoreReader", "at_once", "no_store", "others_in", "o
 T = TypeVar("T")
 _POLL_SECONDS = 0.001
 _OF_OTHERS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
-"""Ends of the names of files that other programs save states in."""
+"""Suffixes of files in which other programs save states."""
 _OTHER_FOLDERS = re.compile(r"checkpoint-\d+|\.metadata")
-"""Names of the folders of Hugging Face's Trainer, and of the file in each folder of torch.distributed.checkpoint."""
+"""Names of folders of Hugging Face's Trainer, and of the file in each folder of torch.distributed.checkpoint."""
 LOCK_SECONDS = 30.0
-"""For which a reader tries to lock a checkpoint while newer ones replace it."""
+"""Seconds for which a reader tries to lock a checkpoint while newer ones replace it."""
 
 
 def no_store(opened: OpenMedium, path: str | os.PathLike[str], what: str = "no store") -> CheckpointError:
@@ -87,9 +87,9 @@ def others_in_words(path: str | os.PathLike[str]) -> str:
 
 
 def others_in(path: str | os.PathLike[str]) -> list[str]:
-    """Return the names in a folder that look like checkpoints of other programs, those of the highest numbers last.
+    """Return the names in a folder that look like checkpoints of other programs, sorted by the numbers in them.
 
-    Stores are none, whatever they are called: ``PCcheckIO`` makes them under names of Lightning's.
+    Stores are left out, whatever their names: ``PCcheckIO`` makes them under Lightning's names.
     """
     names: list[str] = []
     with suppress(OSError), os.scandir(path) as entries:
@@ -104,7 +104,7 @@ def _is_store(folder: str | os.PathLike[str]) -> bool:
 
 
 def _stores_below(path: str | os.PathLike[str]) -> list[str]:
-    """Return the stores in a folder, or else those one level further down; the one that was saved to last first."""
+    """Return the stores in a folder, or if there are none, one level further down; the last saved one first."""
     folders = [os.fspath(path)]
     for _ in range(2):
         below: list[str] = []
@@ -119,7 +119,7 @@ def _stores_below(path: str | os.PathLike[str]) -> list[str]:
 
 
 def _saved(folder: str) -> float:
-    """The time of the last commit in a folder with a store, or with those of a group's ranks."""
+    """Return the time of the last commit in a folder with a store, or with stores of a group's ranks; 0 for none."""
     for name in (COMMIT_NAME, os.path.join(rank_name(0), COMMIT_NAME)):
         with suppress(OSError):
             return os.stat(os.path.join(folder, name)).st_mtime
@@ -141,15 +141,15 @@ class StoreReader:
     opened: OpenMedium
     identity: Identity
     commit: File
-    """The file of the records."""
+    """The open file of the records."""
     folder: str = ""
-    """The prefix of the names of its files: "rank-00003/" on the medium of a group's folder."""
+    """The prefix of the names of the store's files: "rank-00003/" on the medium of a group's folder."""
 
     @classmethod
     async def open(cls, opened: OpenMedium, folder: str = "") -> StoreReader | None:
-        """Open the store of ``opened``; None if there is no (complete) one. Raises CorruptStoreError.
+        """Open the store on the medium ``opened``; None if there is no (complete) one. Raises CorruptStoreError.
 
-        A medium that has a ``folder`` for each of several stores is prepared by the code that opens it.
+        This prepares the medium, unless a ``folder`` on it is given: then the caller has prepared it.
         """
         folder = f"{folder}/" if folder else ""
         identity = await read_identity(opened.medium, opened.path, folder)
@@ -179,19 +179,20 @@ class StoreReader:
             await opened.medium.close(reader.commit)
 
     async def record(self) -> Record:
-        """Return the newest record as it is now. Raises CorruptStoreError if there is none."""
+        """Read the newest record. Raises CorruptStoreError if none is valid, ReadError."""
         return await read_record(self.opened.medium, self.commit, self.identity, self.opened.path)
 
     async def lock(
         self, pick: Callable[[Record], Entry | None], record: Record | None = None
     ) -> tuple[Entry, File | DamagedError | ReadError] | None:
-        """Lock the picked checkpoint's slot against reuse, and return its file, or why there is none to be read.
+        """Lock the slot of the checkpoint that ``pick`` chooses from the newest record against reuse.
 
-        None if nothing is picked, at first from ``record`` if that is the newest one of a moment ago. One that was
-        superseded (:attr:`Record.superseded`) may be written over by then.
+        Returns the entry with the slot's file, or with the error if that cannot be read; None if nothing was picked.
+        ``record`` is tried first; it should be the newest one of a moment ago. A superseded checkpoint
+        (:attr:`Record.superseded`) may be overwritten: DamagedError. Raises ReadError after :data:`LOCK_SECONDS`.
 
         A slot that is locked shared, and that a record read *after* locking still names, keeps its bytes: writers take
-        only free slots, and pass over locked ones. Otherwise the record has moved on: start over.
+        only free slots, and pass over locked ones. If the record does not name it any more, pick again.
         """
         clock = asyncio.get_running_loop().time
         deadline = clock() + LOCK_SECONDS
@@ -230,7 +231,7 @@ class StoreReader:
 
 
 def at_once(path: str | os.PathLike[str], read: Callable[[OpenMedium], Coroutine[Any, Any, T]]) -> T:
-    """Read from a folder on this thread: operations end before they return. The medium is closed afterwards."""
+    """Run ``read`` with the medium of a folder on this thread, without an event loop; then close the medium."""
     operations = OperationsAtOnce()
     opened = OpenMedium(operations, Files(path, operations), "", os.fspath(path))
 
@@ -251,6 +252,6 @@ def at_once(path: str | os.PathLike[str], read: Callable[[OpenMedium], Coroutine
 
 
 def _names(record: Record, entry: Entry, superseded: bool) -> bool:
-    """Whether a record still names (or superseded) a checkpoint; its metadata may hold NaN, which equals nothing."""
+    """Whether a record names (or has superseded) a checkpoint, by counter and slot: metadata with NaN equal nothing."""
     entries = record.superseded if superseded else record.entries
     return any((found.counter, found.slot) == (entry.counter, entry.slot) for found in entries)

@@ -2,7 +2,7 @@
 """Maintenance of stores: describe, verify and compare checkpoints; copy, drop, pin, recover.
 
 The functions block; call them from asyncio code with ``asyncio.to_thread``. Those that only read open everything
-read-only, write nothing, and work while a trainer writes to the store. May import ``store`` and the rooms below it.
+read-only, write nothing, and work while a trainer writes to the store. This may import ``store`` and lower layers.
 """
 
 from pccheck_async.upkeep.change import (

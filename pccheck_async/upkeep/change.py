@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changing a store that no trainer has open: checkpoints are dropped, pinned and rejected."""
+"""Changes of a store that no trainer has open: dropping, pinning and rejecting checkpoints."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Removal:
     """The result of dropping checkpoints.
 
     Attributes:
-        removed: The checkpoints, newest first.
-        freed_nbytes: Space on storage that came free; that of slots held by readers comes free with the next commit.
+        removed: The dropped checkpoints, newest first.
+        freed_nbytes: Bytes of storage that were freed; the next commit frees the space of slots that readers hold.
     """
 
     removed: tuple[CheckpointInfo, ...]
@@ -63,24 +63,24 @@ def remove_checkpoints(
 ) -> Removal:
     """Drop every checkpoint of these steps, and those with these names or counters, pinned or not, in one commit.
 
-    As many slots are removed. In the folder of a group that does not run, on all ranks that have their folders in it;
-    there also those that lack parts of such ranks.
+    The same number of slots is removed. In the folder of a group that does not run, checkpoints are dropped on all
+    ranks that have their folders in it, also checkpoints that lack parts of such ranks.
 
-    Durability: when this returns they are gone also after a power failure.
+    Durability: when this returns the change survives power loss.
 
     Args:
         path: Folder of a store, or of a group.
-        step: A step, or several: all of them are there, or nothing is dropped.
-        name: A name, or several: the same.
-        counter: A counter, or several, the same: of two checkpoints of one step it tells which.
-        force: Drop them also where no checkpoint is left then, or a slot holds a newer one that no record names.
-        io: As for :class:`pccheck_async.CheckpointEngine`.
+        step: A step, or several; nothing is dropped unless there are checkpoints of all of them.
+        name: A name, or several, likewise.
+        counter: A counter, or several, likewise; it distinguishes two checkpoints of one step.
+        force: Drop them even if no checkpoint is left then, or a slot holds a newer one that no record names.
+        io: I/O backend, as for :class:`pccheck_async.CheckpointEngine`.
 
     Raises:
         NoCheckpointError: there is no checkpoint of one of the steps, or with one of the names or counters.
         StoreError: no checkpoint would be left, or a slot holds a newer one.
         StoreLockedError: a trainer has the store open.
-        StoreFailedError: the record could not be written; which of the two a restart finds is unknown.
+        StoreFailedError: the record could not be written; a restart finds either the new or the old one.
         TypeError: neither ``step`` nor ``name`` nor ``counter`` is given.
     """
     removed: list[CheckpointInfo] = []
@@ -110,8 +110,8 @@ def remove_checkpoints(
 def removable(place: Place) -> dict[CheckpointInfo, Key]:
     """Return the checkpoints of a place that may be removed, newest first.
 
-    Of a group also those that lack parts of ranks all of whose stores are here: a removal that was cut short leaves
-    such ones. Parts in other folders are not seen, and would stay.
+    In a group these include checkpoints of which parts are missing although the stores of all their ranks are here, as
+    a removal that was cut short leaves them. Parts in other folders are not seen, and would stay.
     """
     found = [(one.key, place.info(one)) for one in place.complete]
     for one in place.incomplete:
@@ -122,7 +122,7 @@ def removable(place: Place) -> dict[CheckpointInfo, Key]:
 
 
 async def _check_contents(place: Place, removed: Sequence[Entry]) -> None:
-    """Raise StoreError if the slot of one of these holds a newer checkpoint, which no record names, in its place."""
+    """Raise StoreError if the slot of one of ``removed`` holds another, newer checkpoint that no record names."""
     newest = max(one.entry.counter for one in place.complete)
     for entry in removed:
         if not holds_other(place.path / slot_name(entry.slot), entry):
@@ -164,15 +164,15 @@ def to_remove(
 def unpin_checkpoint(
     path: str | os.PathLike[str], *, step: int | None = None, name: str | None = None, io: IO = "auto"
 ) -> CheckpointInfo:
-    """Leave all checkpoints of a step, or that with a name, to the rules of a trainer again; return the newest.
+    """Unpin all checkpoints of a step, or the one with a name, so that rules may drop them; return the newest.
 
     Durability: when this returns the change survives power loss. Does nothing if it was so already.
 
     Args:
         path: Folder of a store.
-        step: A step, or give
-        name: a name.
-        io: As for :class:`pccheck_async.CheckpointEngine`.
+        step: The step of the checkpoints.
+        name: The name of the checkpoint, instead of a step.
+        io: I/O backend, as for :class:`pccheck_async.CheckpointEngine`.
 
     Raises:
         NoCheckpointError: there is none of this step, or with this name.
@@ -195,9 +195,9 @@ def pin_checkpoint(
 
     Args:
         path: Folder of a store.
-        step: The newest checkpoint of this step, or give
-        name: a name.
-        io: As for :class:`pccheck_async.CheckpointEngine`.
+        step: Pin the newest checkpoint of this step.
+        name: Pin the checkpoint with this name instead.
+        io: I/O backend, as for :class:`pccheck_async.CheckpointEngine`.
 
     Raises:
         NoCheckpointError: there is none of this step, or with this name.
@@ -226,22 +226,22 @@ def reject_checkpoints(
 ) -> list[CheckpointInfo]:
     """Reject a checkpoint and every newer one: restores pass them over (:meth:`pccheck_async.CheckpointEngine.reject`).
 
-    In the folder of a group that does not run, on all ranks that have their folders in it.
+    In the folder of a group that does not run, they are rejected on all ranks that have their folders in it.
 
-    Durability: when this returns restores pass them over also after a power failure.
+    Durability: when this returns the change survives power loss.
 
     Args:
         path: Folder of a store, or of a group.
-        step: The first bad step, or give
-        name: the name of the first bad checkpoint.
-        io: As for :class:`pccheck_async.CheckpointEngine`.
+        step: The first bad step.
+        name: The name of the first bad checkpoint, instead of a step.
+        io: I/O backend, as for :class:`pccheck_async.CheckpointEngine`.
 
     Returns:
         The rejected checkpoints, newest first.
 
     Raises:
         NoCheckpointError: there is none from ``step`` on, or with this name, that is not rejected.
-        IncompleteCheckpointError: of a group, parts of all are in folders of other nodes.
+        IncompleteCheckpointError: all checkpoints of a group have parts in folders of other nodes.
         StoreError: none would be left to restore; nothing was rejected.
         StoreLockedError: a trainer has the store open: use its ``engine.reject``.
         StoreFailedError: the record could not be written.
@@ -270,9 +270,9 @@ def reject_checkpoints(
 async def _writing(
     path: str | os.PathLike[str], io: IO, *, by_ranks_alone: bool = True
 ) -> AsyncIterator[tuple[Place, list[Store]]]:
-    """Open all stores of a place for writing, and never make one.
+    """Open all existing stores of a place for writing.
 
-    Raises StoreError for a group's if the change is one that ``by_ranks_alone`` is made.
+    Raises StoreError for a group's folder if only its ranks may make the change (``by_ranks_alone``).
     """
     async with AsyncExitStack() as stack:
         place = await stack.enter_async_context(await open_place(path, io))
@@ -298,15 +298,15 @@ async def open_for_writing(
     rank: int | None,
     in_flight: int | None = None,
 ) -> Store:
-    """Open the store of one process in a folder, or of a rank in a group's, until the stack is left; drop nothing.
+    """Open the store of one process in a folder, or of a rank in a group's; its commits drop no checkpoints.
 
     Args:
-        stack: Closes its files, but for those of ``opened``.
+        stack: Closes a rank's files when it is left; the files of ``opened`` stay open.
         opened: The medium of the folder.
         path: The folder.
-        rank: None: one process.
-        in_flight: Checkpoints that will be written at a time; by default as many as slots are free, which the trainer
-            reserved.
+        rank: The rank in a group's folder; None for the store of one process.
+        in_flight: Checkpoints that will be written at a time; by default as many as there are free slots, which the
+            trainer reserved.
 
     Raises the errors of :func:`open_store`.
     """

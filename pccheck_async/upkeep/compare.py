@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How two checkpoints differ: leaf by leaf, in bounded memory."""
+"""The comparison of two checkpoints, leaf by leaf, in bounded memory."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class Difference:
     """Counts over all elements compared so far.
 
     Attributes:
-        total: Elements.
-        bits: Elements of which a bit differs.
-        values: Those among them that differ as numbers: NaN equals NaN here, and 0.0 equals -0.0. None if the
+        total: Number of elements.
+        bits: Number of elements of which a bit differs.
+        values: Number of elements that differ as numbers: NaN equals NaN here, and 0.0 equals -0.0. None if the
             elements are no numbers, or torch cannot compute with their dtype.
-        nans: Those among them of which exactly one is NaN.
+        nans: Number of elements that are NaN in exactly one of the two.
         most_absolute: The largest absolute difference, infinite against finite included; None without numbers.
         most_relative: The largest absolute difference divided by the larger of the two magnitudes.
     """
@@ -66,13 +66,13 @@ class LeafDifference:
     """A leaf that differs.
 
     Attributes:
-        path: Of the leaf, or of a container of another type.
+        path: The path of the leaf, or of a container whose type differs.
         change: The kind: the leaf is only in the second checkpoint (``added``) or only in the first (``removed``);
             its ``kind`` (tensor, parameter, array, plain value, or whether it requires a gradient), ``dtype`` or
             ``shape``; its ``elements``; the ``value`` or type of a plain value; the type of a ``container``.
         one: The leaf in the first checkpoint, in words; empty if there is none.
-        other: The leaf in the second one.
-        difference: Of the elements, where they were compared.
+        other: The leaf in the second checkpoint, likewise.
+        difference: The counts for its elements, if they were compared.
     """
 
     path: str
@@ -84,17 +84,17 @@ class LeafDifference:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Comparison:
-    """Two checkpoints side by side.
+    """The result of comparing two checkpoints.
 
     Attributes:
-        one: The first.
-        other: The second.
-        leaves: Leaves in either.
-        nbytes: Bytes of tensors and arrays compared element by element, of one of the two.
-        differences: In the order of the state; empty if both are equal in every bit. The order of keys in a mapping
-            does not count, nor which leaves share memory.
-        rank: Of the first, if it is a group's, the one rank whose own values were compared; None for other stores.
-        other_rank: Of the second, likewise.
+        one: The first checkpoint.
+        other: The second checkpoint.
+        leaves: Number of leaves that are in either.
+        nbytes: Bytes of tensors and arrays compared element by element, in one of the two.
+        differences: Leaves that differ, in the order of the state; empty if both are equal in every bit. The order of
+            keys in a mapping is ignored, and which leaves share memory.
+        rank: The rank in the first, if it is a group's, whose own values were compared; None for other stores.
+        other_rank: The rank in the second, likewise.
     """
 
     one: CheckpointInfo
@@ -123,30 +123,29 @@ def compare_checkpoints(
     progress: Progress = lambda done, total: None,
     io: IO = "auto",
 ) -> Comparison:
-    """Compare two checkpoints, verifying all bytes that are read of both.
+    """Compare two checkpoints, and verify all bytes that are read of both.
 
-    A few chunks of each are in memory at a time, and of tensors that do not lie in memory as their elements follow each
-    other (transposed, with gaps) all of it. Both are held meanwhile: a trainer that writes to their store takes one
-    slot more, or waits.
+    A few chunks of each are in memory at a time, and all of a tensor that is not contiguous (transposed, with gaps).
+    Both are locked meanwhile: a trainer that writes to their store takes one slot more, or waits.
 
-    Of a group's checkpoint, tensors that lie on several ranks are compared in full, so that two are equal where only
-    the number of ranks, or how tensors are divided among them, differs; values that each rank has for itself
-    are those of ``rank``.
+    In a group's checkpoint, tensors that lie on several ranks are compared in full, so that two checkpoints are equal
+    if only the number of ranks differs, or how tensors are divided among them; of values that each rank has for itself
+    those of ``rank`` are compared.
 
     Args:
-        path: Folder of the first's store, or of a group.
-        other: Folder of the second's store, or of a group; by default the first folder.
-        step: Of the first; by default the newest one there.
-        name: Of the first, instead of its step.
-        other_step: Of the second; by default the newest one there.
-        other_name: Of the second, instead of its step.
-        rank: The rank of the first part, in the folder of a group; by default 0.
-        other_rank: The rank of the second part; of a group by default ``rank``.
-        progress: See :data:`Progress`.
-        io: As for :class:`pccheck_async.CheckpointEngine`.
+        path: Folder of the first checkpoint's store, or of a group.
+        other: Folder of the second checkpoint's store, or of a group; by default the first folder.
+        step: Step of the first checkpoint; by default the newest one there.
+        name: Name of the first checkpoint, instead of its step.
+        other_step: Step of the second checkpoint; by default the newest one there.
+        other_name: Name of the second checkpoint, instead of its step.
+        rank: Rank whose part of the first is read, in the folder of a group; by default 0.
+        other_rank: Rank whose part of the second is read; in a group by default ``rank``.
+        progress: Called with the bytes compared (:data:`Progress`).
+        io: I/O backend, as for :class:`pccheck_async.CheckpointEngine`.
 
     Raises:
-        NoCheckpointError: one of them is not there.
+        NoCheckpointError: one of the checkpoints does not exist.
         CorruptStoreError: bytes that had to be compared are damaged, or parts of a group do not fit together.
         ReadError: the device failed.
         ValueError: both a step and a name of one of them are given.
@@ -166,7 +165,7 @@ def compare_checkpoints(
 
 
 class _Side:
-    """One of the two checkpoints."""
+    """One of the two checkpoints that are compared."""
 
     def __init__(self, place: Place, checkpoint: CheckpointReader) -> None:
         self.info = checkpoint.entry.info
@@ -178,7 +177,7 @@ class _Side:
         self.leaves = {leaf.key: leaf for leaf in self._listing.leaves}
 
     async def read(self, low: int, high: int) -> memoryview:
-        """Return a range of the payload, which stays as it is until the next call."""
+        """Return the bytes of a range of the payload, valid until the next call. Raises DamagedError, ReadError."""
         whole = bytearray()
         try:
             async with aclosing(self._checkpoint.pieces([(low, high)])) as pieces:
@@ -204,7 +203,7 @@ async def _side(
     *,
     default_rank: int | None = None,
 ) -> _Side:
-    """Hold one until the stack is left; of a group's, tensors that lie on several ranks are in full."""
+    """Lock a checkpoint until the stack is left; tensors that lie on several ranks of a group are in full."""
     place = await stack.enter_async_context(await open_place(path, io, rank=rank, default_rank=default_rank))
     checkpoint = await stack.enter_async_context(place.hold(which))
     await checkpoint.merge()
@@ -291,7 +290,7 @@ class _Comparing:
         await self._call(compare_elements, one, a, b, into)
 
     async def _read(self, here: tuple[int, int], there: tuple[int, int]) -> tuple[memoryview, memoryview]:
-        """Read a range of the payload of each, at the same time."""
+        """Read a range of each payload, both at the same time."""
         async with Tasks() as group:
             one = group.create_task(self._one.read(*here))
             other = group.create_task(self._other.read(*there))
@@ -309,7 +308,7 @@ def _strides(entry: TensorEntry) -> tuple[int, ...]:
 
 
 def _in_order(entry: TensorEntry, extent: memoryview) -> memoryview:
-    """Return the bytes of an array's elements in the order of their indices; ``extent`` is all memory that it views."""
+    """Return the bytes of an array's elements in C order; ``extent`` is all memory that the array views."""
     size = entry.itemsize
     steps = tuple(step * size for step in entry.stride)
     first = entry.offset - entry.extent[0]
@@ -318,7 +317,7 @@ def _in_order(entry: TensorEntry, extent: memoryview) -> memoryview:
 
 
 def _words(leaf: StoredLeaf) -> str:
-    """Dtype and shape of an array, type and value of a plain value."""
+    """Return dtype and shape of an array, or type and value of a plain value, in words."""
     entry = leaf.entry
     if entry is None:
         return f"{leaf.kind} {leaf.text(40)}"
@@ -350,7 +349,7 @@ def compare_elements(entry: TensorEntry, one: memoryview, other: memoryview, int
 
 
 def _add_numbers(into: Difference, one: npt.NDArray[Any], other: npt.NDArray[Any]) -> None:
-    """Add elements that differ in their bits, as numbers."""
+    """Add the differences of elements that differ in their bits, as numbers, to ``into``."""
     exact: npt.NDArray[Any] | None = None
     if one.dtype.kind in "iu":
         # As unsigned numbers of 64 bits a difference of two of 64 bits is exact.
@@ -380,7 +379,7 @@ def _add_numbers(into: Difference, one: npt.NDArray[Any], other: npt.NDArray[Any
 
 
 def _numbers(entry: TensorEntry, data: memoryview, where: npt.NDArray[np.intp]) -> npt.NDArray[Any] | None:
-    """Elements as numbers that numpy computes with; None if they are none."""
+    """Return the elements at the indices ``where`` as numbers that numpy computes with; None if they are no numbers."""
     size = entry.itemsize
     picked = np.ascontiguousarray(np.frombuffer(data, np.dtype((np.void, size)))[where])
     if entry.kind == "ndarray":

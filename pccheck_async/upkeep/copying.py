@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copying a checkpoint into another store, and that of a group, with the parts of all ranks, into another group's."""
+"""Copying a checkpoint into another store, and a group's, with the parts of all ranks, into another group's folder."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from pccheck_async.upkeep.reading import Progress, counting
 __all__ = ["copy_checkpoint"]
 
 _TARGET_DESCRIPTORS = 3
-"""Of each rank in the target: its folder, its records and the new slot; those of its other slots are open, too."""
+"""Descriptors for each rank in the target: its folder, records and new slot; each of its other slots needs one, too."""
 
 _LEAVE_OUT = "copy the parts of all ranks: leave the rank out"
 
@@ -67,32 +67,32 @@ def copy_checkpoint(
     progress: Progress = lambda done, total: None,
     io: IO = "auto",
 ) -> CheckpointInfo:
-    """Copy a checkpoint into another store, which is made where there is none.
+    """Copy a checkpoint into another store, which is made if it does not exist.
 
-    Nothing is dropped there but a rejected checkpoint of the same name, which is free for new checkpoints, too.
+    Nothing is dropped from ``target`` but a rejected checkpoint of the same name, as a new checkpoint drops it, too.
 
-    It becomes the newest checkpoint of ``target``. Step, time and metadata stay; the counter, too, where every counter
-    there is smaller, and else it gets the next one. Every chunk is verified between reading and writing, in staging
-    buffers of bounded size, past the page cache on both sides where the filesystems allow it. The copy takes one slot.
+    The copy becomes the newest checkpoint of ``target``. Step, time and metadata stay; the counter, too, if every
+    counter there is smaller, else the copy gets the next one. Every chunk is verified between reading and writing, in
+    staging buffers of bounded size, past the page cache where the filesystems allow it. The copy takes one slot.
 
-    Of a group's folder the parts of all ranks are copied, into the folder of a group, which is made where there is
-    none; one that is there may have another number of ranks.
+    From a group's folder the parts of all ranks are copied into the folder of a group, which is made if it does not
+    exist; an existing one may have another number of ranks.
 
     Durability: when this returns the copy survives power loss. On an error nothing was committed, unless a record could
-        not be flushed (StoreFailedError): then ``target`` may have the copy. Of a group it has the copy, complete, once
-        the records of all ranks name their parts, also where the second round of records, which call these committed,
-        fails then. Parts that the records of some ranks name are no checkpoint; the next copy or run drops them.
+        not be flushed (StoreFailedError): then ``target`` may have the copy. A group's folder has the complete copy
+        once the records of all ranks name their parts, even if the second round of records, which mark the parts as
+        committed, fails. Parts that only some ranks' records name are no checkpoint; the next copy or run drops them.
 
     Args:
-        source: Store that has it, the folder of a group, or the URL of a bucket. A trainer may write to it meanwhile.
-        target: Store that gets it; no trainer has it open. Or the URL of a bucket, in which there is nothing.
-        step: The newest checkpoint of this step; by default the newest of all.
-        name: The checkpoint with this name instead.
-        rank: Of a group: copy the part of this rank alone, into the store of one process.
-        pinned: Whether the copy is pinned; by default as it is in ``source``. One that is not pinned goes when a
-            trainer that opens ``target`` commits, unless its rules keep it.
-        progress: See :data:`Progress`.
-        io: As for :class:`pccheck_async.CheckpointEngine`.
+        source: Store of the checkpoint, folder of a group, or URL of a bucket. A trainer may write to it meanwhile.
+        target: Store to copy into, which no trainer has open, folder of a group, or URL of an empty bucket or prefix.
+        step: Copy the newest checkpoint of this step; by default the newest of all.
+        name: Copy the checkpoint with this name instead.
+        rank: In a group, copy only the part of this rank, into the store of one process.
+        pinned: Whether the copy is pinned; by default as it is in ``source``. A copy that is not pinned is dropped when
+            a trainer that opens ``target`` commits, unless its rules keep it.
+        progress: Called with the bytes copied (:data:`Progress`).
+        io: I/O backend, as for :class:`pccheck_async.CheckpointEngine`.
 
     Returns:
         The checkpoint as ``target`` has it.
@@ -101,13 +101,13 @@ def copy_checkpoint(
         ValueError: both are one folder, ``target`` begins with ``~``, or it has a checkpoint of that name that is not
             rejected.
         NoCheckpointError: there is none to copy.
-        IncompleteCheckpointError: with ``rank``, or of the folder of one rank: tensors lie on several ranks, and the
+        IncompleteCheckpointError: with ``rank``, or from the folder of one rank: tensors lie on several ranks, and the
             copy would have one rank's boxes of them.
-        CorruptStoreError: it is damaged (DamagedError), or ``target`` is.
+        CorruptStoreError: the checkpoint is damaged (DamagedError), or ``target`` is.
         StoreError: one of ``source`` and ``target`` is a group's folder, and the other the store of one process, or a
             bucket; or there is something in the bucket already.
         StoreLockedError: a trainer has ``target`` open.
-        StoreFullError: there is no space for it, or a commit record has no room for it.
+        StoreFullError: there is no space for the copy, or a commit record has no room for it.
         ReadError, WriteError: a device failed; ReadError also where the ranks of a group save faster than all parts of
             one checkpoint can be locked.
     """
@@ -165,7 +165,7 @@ async def _into_bucket(
 
 
 def _check_room(entry: Entry, there: Sequence[Entry], path: str | os.PathLike[str]) -> None:
-    """Raise StoreFullError or ValueError where one more checkpoint cannot be committed beside those."""
+    """Raise StoreFullError or ValueError if ``entry`` cannot be committed beside the checkpoints ``there``."""
     if len(there) >= MOST_ENTRIES:
         full = f"a commit record names {MOST_ENTRIES} checkpoints: remove some first"
         raise StoreFullError(errno.ENOSPC, full, os.fspath(path))
@@ -174,13 +174,13 @@ def _check_room(entry: Entry, there: Sequence[Entry], path: str | os.PathLike[st
 
 
 class _Copying:
-    """A checkpoint on its way into another place: all its parts, or one, which are held.
+    """Copies all parts of a checkpoint, or one, into another place. The parts are held.
 
     Args:
-        source: Where it is.
-        parts: Those to copy, by their ranks in the target.
+        source: The place of the checkpoint.
+        parts: The parts to copy, in the order of their ranks in the target.
         pinned: Whether the copy is pinned; None: as in the source.
-        progress: Of the bytes of all parts.
+        progress: Called with the bytes of all parts.
     """
 
     def __init__(self, source: Place, parts: Sequence[PartReader], pinned: bool | None, progress: Progress) -> None:
@@ -188,7 +188,7 @@ class _Copying:
         self._written = counting(progress, sum(part.manifest.payload_nbytes for part in parts))
 
     async def _write(self, part: PartReader, store: Store, counter: int) -> Written:
-        """Write the payload of a part into a new slot, as one of the checkpoint of that counter; not its manifest."""
+        """Write a part's payload into a new slot; return that with the manifest, yet unwritten, for ``counter``."""
         manifest = structs.replace(part.manifest, counter=counter)
         data, block = encode(manifest), store.block_bytes
         offset = align(manifest.payload_nbytes, block)
@@ -228,7 +228,7 @@ class _Copying:
         await part.verify(damaged, write)
 
     async def into_store(self, path: str, opened: OpenMedium, stack: AsyncExitStack) -> CheckpointInfo:
-        """Commit the one part to the store of one process."""
+        """Copy the only part to the store of one process, and commit it."""
         (part,) = self._parts
         store = await open_for_writing(stack, opened, path, None, in_flight=1)
         _check_room(part.entry, store.committed.entries, path)
@@ -237,10 +237,10 @@ class _Copying:
         return one.entry.info
 
     async def into_group(self, target: Path, opened: OpenMedium, stack: AsyncExitStack) -> CheckpointInfo:
-        """Commit the parts of all ranks to a group's folder by the group's protocol.
+        """Copy the parts of all ranks to a group's folder, and commit them by the group's protocol.
 
-        All are prepared, and only then marked committed. The rest of a copy that was cut short is provably no
-        checkpoint, and is dropped.
+        All parts are prepared, and only then marked committed. The remains of a copy that was cut short are provably no
+        checkpoint, and are dropped.
         """
         if (target / IDENTITY_NAME).exists():
             raise StoreError(
@@ -255,7 +255,7 @@ class _Copying:
         return await self._into_stores(stores, target)
 
     async def _into_stores(self, stores: Sequence[Store], target: Path) -> CheckpointInfo:
-        """Commit the parts to stores that are locked."""
+        """Copy the parts to the ranks' stores, which are locked, and commit them."""
         parts = self._parts
         seen = {store.rank: store for store in seen_stores(target)}
         view = view_of(list(seen.values()), [0], [])

@@ -31,16 +31,16 @@ from pccheck_async.state import paths
 from pccheck_async.state.restore.tree import below, has_parts, rebuild
 
 _METADATA: Final = "._metadata"
-"""Component for the ``_metadata`` that ``nn.Module`` sets on its state; a dot in a key would be escaped."""
+"""Path component for the ``_metadata`` that ``nn.Module`` sets on its state; a dot in a key would be escaped."""
 _CONTEXT: Final = "._context"
-"""Component for everything that a composed tensor has beside its parts."""
+"""Path component for everything that a composed tensor has beside its parts."""
 _MOST_COMPARED: Final = 256
-"""Views of one storage that are searched for one that overlaps."""
+"""Most views of one storage that are searched for one that overlaps."""
 _DATA: Final = nodes.BytesNode | nodes.BytearrayNode | nodes.SurrogateStrNode
 
 
 class _Pickled:
-    """Stands for a pickled value: nothing here unpickles."""
+    """A stand-in for a pickled value: nothing here unpickles."""
 
     def __init__(self, node: PickledNode) -> None:
         self._node = node
@@ -67,12 +67,12 @@ class StoredLeaf:
 
     @property
     def key(self) -> str:
-        """The path with its escapes, which differs from those of all other leaves, in other checkpoints too."""
+        """The path with its escapes, unique among all leaves; equal in other checkpoints for the same leaf."""
         return ".".join(self.names)
 
     @property
     def path(self) -> str:
-        """The path, as for ``load(keys=...)``: without its escapes, unless another one would be like it."""
+        """The path, as for ``load(keys=...)``: without its escapes, unless another leaf's would be equal."""
         return self.key if self.shown is None else self.shown
 
     @property
@@ -138,7 +138,7 @@ class ShardedLeaf:
 
     @property
     def path(self) -> str:
-        """The path, as for ``load(keys=...)``: without its escapes, unless another one would be like it."""
+        """The path, as for ``load(keys=...)``: without its escapes, unless another leaf's would be equal."""
         return self.key if self.shown is None else self.shown
 
     @property
@@ -156,7 +156,7 @@ class Listing:
     sharded: list[ShardedLeaf] = field(default_factory=list)
     """The tensors that lie on several ranks, without their boxes: those in other parts are not known here."""
     shown: Mapping[str, str] = field(default_factory=dict)
-    """Paths as they are shown, by those with their escapes, if some have any."""
+    """Shown paths, by the paths with escapes; empty if no path has escapes."""
 
     def within(self, low: int, high: int) -> list[str]:
         """Return the paths of the leaves that have bytes at the payload's offsets from ``low`` to before ``high``."""
@@ -171,7 +171,7 @@ def list_leaves(manifest: Manifest) -> Listing:
 
 
 def _without_escapes(listing: Listing) -> Listing:
-    """Return a listing whose leaves are shown as users know them."""
+    """Return the listing with shown paths: without escapes, unless two would be equal then."""
     found = [leaf.key for leaf in listing.leaves] + [leaf.key for leaf in listing.sharded]
     escaped = list(dict.fromkeys([*found, *listing.branches]))
     shown = dict(zip(escaped, readable(escaped), strict=True))
@@ -191,7 +191,7 @@ class _Walk:
         self.listing = Listing()
 
     def visit(self, node: Node, names: tuple[str, ...], kind: str = "") -> None:
-        """List the leaves at and below ``node``; ``kind`` names the objects whose state it is."""
+        """Add the leaves at and below ``node`` to the listing; ``kind`` names the objects whose state it is."""
         leaves = self.listing.leaves
         if isinstance(node, StatefulNode):
             self.visit(node.child, names, f"{kind}object of ")
@@ -244,11 +244,11 @@ class _Walk:
 
 
 def _place(offsets: tuple[int, ...], manifest: Manifest, box: ArrayNode) -> str:
-    """The place of a box in its tensor, as an index expression."""
+    """Return the place of a box in its tensor, as an index expression."""
     sizes = manifest.tensors[box.index].shape
     return f"[{', '.join(f'{low}:{low + size}' for low, size in zip(offsets, sizes, strict=True))}]"
 
 
 def _is_container(node: Node) -> bool:
-    """Return whether a plain value deserves a line for each of its items."""
+    """Return whether each item of a plain value is listed as a leaf of its own."""
     return isinstance(node, (nodes.DictNode, OrderedDictNode)) and bool(children(node))

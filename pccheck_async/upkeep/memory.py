@@ -27,12 +27,12 @@ class MemoryFolder:
     """A store in memory.
 
     Attributes:
-        path: Its folder.
+        path: The folder of the store.
         origin: The path of the store on disk when it was made; empty if that is not known.
-        infos: Its checkpoints, newest first, whether or not the store on disk goes on from them.
-        nbytes: Memory that its slots take.
+        infos: Checkpoints in it, newest first, whether or not a restart of the store on disk accepts them.
+        nbytes: Bytes of memory that its slots take.
         in_use: Whether an engine has it open.
-        problem: Why it cannot be read; empty if it can.
+        problem: The reason why it cannot be read; empty if it can.
     """
 
     path: Path
@@ -64,9 +64,9 @@ def _look(folder: Path) -> MemoryFolder:
 
 
 def clear_memory(folder: str | os.PathLike[str]) -> int:
-    """Remove a store in memory, and return the bytes that come free.
+    """Remove a store in memory, and return the number of bytes that are freed.
 
-    Raises StoreLockedError: an engine has it open; ValueError: it is none of this user's.
+    Raises StoreLockedError: an engine has it open; ValueError: ``folder`` is no store in memory of this user.
     """
     path = Path(folder)
     if not path.name.startswith(memory_prefix()) or not path.is_dir() or path.is_symlink():
@@ -89,7 +89,7 @@ def memory_of(path: str | os.PathLike[str], root: str | os.PathLike[str] = MEMOR
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
-    """Yield whether no engine has a store open, or one of those of a group's ranks; none can open them meanwhile."""
+    """Lock a store, or the stores of a group's ranks; yield whether no engine has any of them open."""
     with ExitStack() as opened:
         free = True
         for each in [*rank_folders(folder).values()] or [folder]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The records of a group's ranks that lost theirs, made again from their slots and the records of the other ranks."""
+"""Making lost records of a group's ranks again, from their slots and the records of the other ranks."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ from pccheck_async.upkeep.salvage import FoundCheckpoint, find_in_slot, record_e
 __all__ = ["LostRecords", "RankStores", "find_parts", "lock_ranks", "read_ranks"]
 
 MOST_APART = 5.0
-"""Seconds between the captures of two ranks' parts of one checkpoint. No manifest names the run: a part of the same
-counter and step that a killed run left is older, by a restart and the training up to that step."""
+"""Most seconds between the captures of two ranks' parts of one checkpoint. No manifest names the run: a part of the
+same counter and step that a killed run left is older, by a restart and the training up to that step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +53,9 @@ class LostRecords:
     """The slots of a rank whose records are lost.
 
     Attributes:
-        identity: Of its store.
+        identity: The identity of the rank's store.
         found: The contents of each slot.
-        parts: Those of checkpoints that all other ranks' records name, newest first.
+        parts: The rank's parts of checkpoints that all other ranks' records name, newest first.
     """
 
     identity: Identity
@@ -63,7 +63,7 @@ class LostRecords:
     parts: tuple[Part, ...]
 
     def records(self, seen: Iterable[SeenStore]) -> tuple[Record, Record]:
-        """Return the records that name the parts, after all decisions that the other ranks' records reflect."""
+        """Return two records that name the parts, with all decisions applied that the other ranks' records reflect."""
         newest = max(
             (store.applied for store in seen if store.applied), key=lambda one: (one.run.number, one.decisions)
         )
@@ -73,15 +73,15 @@ class LostRecords:
 
 @dataclass(slots=True)
 class RankStores:
-    """The stores of a group's ranks, as they are found.
+    """The stores of a group's ranks, as they are found, by rank.
 
     Attributes:
-        seen: By their newest records.
-        lost: Identities of those that have no valid record of a rank.
-        gone: Those of ``lost`` that have no file of records.
-        older: Those of ``lost`` whose records are whole, and older than those of other ranks.
-        unnamed: Identities of those whose ``store.json`` is to be written anew: it is missing or damaged, or says that
-            one process made the store.
+        seen: Stores with a valid record, as that describes them.
+        lost: Identities of the stores that have no valid record of a rank.
+        gone: Ranks in ``lost`` that have no commit file.
+        older: Ranks in ``lost`` whose records are valid, but older than the records of other ranks.
+        unnamed: Identities of the stores whose ``store.json`` is to be written anew: it is missing or damaged, or says
+            that one process made the store.
     """
 
     seen: dict[int, SeenStore] = field(default_factory=dict)
@@ -92,7 +92,7 @@ class RankStores:
 
 
 async def read_ranks(opened: OpenMedium, folder: Path, *, search: bool = False) -> RankStores:
-    """Read the records of all ranks; with ``search`` those that are older than others', or may be, count as lost.
+    """Read the records of all ranks; with ``search``, records that are or may be older than others' are taken for lost.
 
     Raises NewerFormatError, ReadError.
     """
@@ -128,16 +128,16 @@ async def read_ranks(opened: OpenMedium, folder: Path, *, search: bool = False) 
 
 
 def _older(seen: Collection[SeenStore]) -> tuple[int, ...]:
-    """Return the ranks whose records lack their parts of the newest checkpoint, if that was complete once."""
+    """Return the ranks whose records lack their parts of the newest checkpoint; none if it never was complete."""
     view = view_of([*seen], [0], [])
     found = max((*view.complete, *view.incomplete), key=attrgetter("key"), default=None)
     return found.ranks if isinstance(found, Incomplete) and not found.proven else ()
 
 
 def _identity_again(folder: Path, found: Identity | None, commit: tuple[memoryview, object] | None) -> Identity | None:
-    """Return the identity of a rank's store that has none; None for a folder without a store.
+    """Return an identity for a rank's store that has no valid one; None for a folder without a store.
 
-    Without a record, any id will do, and the block size is that of the offsets in the slots.
+    Without a record, any id will do, and the block size is found later, from the offsets in the slots.
     """
     rebuilt = None if commit is None else rebuild_identity(commit[0])
     if rebuilt is not None and rebuilt[0].format == GROUP_VERSION:
@@ -149,7 +149,10 @@ def _identity_again(folder: Path, found: Identity | None, commit: tuple[memoryvi
 
 
 async def lock_ranks(opened: OpenMedium, folder: Path, names: Collection[str]) -> None:
-    """Lock the records of ranks that have them until the folder is closed. Raises StoreLockedError."""
+    """Lock the commit files, where there are any, in ranks' folders, until the medium is closed.
+
+    Raises StoreLockedError.
+    """
     for name in names:
         opening = partial(opened.medium.open, f"{name}/{COMMIT_NAME}", writable=True)
         try:
@@ -163,13 +166,16 @@ async def lock_ranks(opened: OpenMedium, folder: Path, names: Collection[str]) -
 async def find_parts(
     opened: OpenMedium, folder: Path, seen: Mapping[int, SeenStore], lost: Mapping[int, Identity], progress: Progress
 ) -> dict[int, LostRecords]:
-    """Search the slots of ranks without a record for their parts of checkpoints that the others' records name."""
+    """Search the slots of the ranks ``lost`` for their parts of checkpoints that the other ranks' records name."""
     wanted = _lacking(seen.values(), lost)
     return {rank: await _search(opened, folder, rank, lost[rank], wanted, progress) for rank in lost}
 
 
 def _lacking(seen: Iterable[SeenStore], lost: Collection[int]) -> dict[int, list[Part]]:
-    """Return the parts of each checkpoint that at most these ranks lack, by counter; none of a counter given twice."""
+    """Return the parts of each checkpoint that only ranks in ``lost`` lack, by counter.
+
+    Counters that two checkpoints have are left out.
+    """
     by_key = parts_by_key(seen)
     wanted = dict[int, list[Part]]()
     for key, found in by_key.items():

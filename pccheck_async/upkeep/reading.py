@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Describing a checkpoint, and counting the bytes that are read."""
+"""Describing a checkpoint, finding lost or newer slots by their manifests, and counting the bytes that are read."""
 
 from __future__ import annotations
 
@@ -40,14 +40,13 @@ __all__ = [
 
 _LOOKS = 10
 LOCK_SECONDS = 1.0
-"""The last requests of a writer that was killed hold its locks for a moment; a trainer holds them for good."""
+"""Seconds to wait for a lock: the last requests of a killed writer hold it for a moment, a trainer while it runs."""
 
 
 def lost_slots(place: Place) -> dict[int, str]:
-    """Return what ails the slots of complete checkpoints, by their counters. Of their bytes only manifests are read.
+    """Return the faults of the slots of complete checkpoints, in words, by counter. Only manifests are read.
 
-    Those whose files are gone, too short for what the records name, or no regular files; or hold something else where
-    the manifest lies.
+    A slot has a fault if its file is missing, too short, or not regular, or holds other bytes in place of the manifest.
     """
     faults = dict[int, list[str]]()
     for (counter, _), fault in lost_parts(place).items():
@@ -69,25 +68,25 @@ def lost_parts(place: Place) -> dict[tuple[int, int], str]:
 
 
 def replaced_slots(place: Place) -> set[int]:
-    """Return the counters of checkpoints of one process in whose slots other bytes lie where their manifests were.
+    """Return the counters of checkpoints of one process whose slots hold other bytes in place of their manifests.
 
-    These are damaged; or the record is older than the slots, as in a backup that was put back in part, and newer
-    checkpoints may lie there.
+    Such slots are damaged; or the record is older than the slots, as in a backup that was put back in part, and the
+    slots may hold newer checkpoints.
     """
     found = ((one.entry, place.path / slot_name(one.entry.slot)) for one in place.complete if not place.of_group)
     return {entry.counter for entry, path in found if holds_other(path, entry)}
 
 
 def holds_other(path: Path, entry: Entry) -> bool:
-    """Whether a slot, which is no link, holds other bytes than the manifest of ``entry``."""
+    """Whether a slot, a regular file of sufficient length, holds other bytes in place of the manifest of ``entry``."""
     end = entry.manifest_offset + entry.manifest_nbytes
     return not path.is_symlink() and path.is_file() and path.stat().st_size >= end and bool(_slot_fault(path, entry))
 
 
 def newer_in_slots(place: Place) -> list[NewerSlot]:
-    """Return the slots of one process's store that hold newer checkpoints than its record names; none beside a writer.
+    """Return the slots of one process's store that hold newer checkpoints than its record names.
 
-    Of a group, the records of all ranks together tell.
+    The list is empty while a writer runs, for a bucket, and for a group, whose ranks' records show it together.
     """
 
     async def look(opened: OpenMedium) -> list[NewerSlot]:
@@ -125,9 +124,9 @@ def forbidden_files(place: Place) -> list[str]:
 
 
 def lost_records(place: Place) -> list[str]:
-    """Return the folders of stores that may have lost their newest record: none of its two copies is valid.
+    """Return the folders of stores that may have lost their newest record: neither of its two copies is valid.
 
-    A writer may be in the middle of both, so that is looked at again for half a second.
+    A running writer may be writing both, so they are read again for half a second.
     """
     return [place.folder(rank) or "." for rank in place.stores if _may_lack_the_newest(place, rank)]
 
@@ -171,21 +170,21 @@ class Description:
     """A committed checkpoint and its place. Sizes and offsets in bytes.
 
     Attributes:
-        info: The commit record's description of it.
-        leaves: Its tensors, arrays and plain values, in the order of the state.
-        branches: Types of its containers by their paths, the root's empty.
-        slot: The file that holds it.
+        info: The commit record's description of the checkpoint.
+        leaves: Tensors, arrays and plain values, in the order of the state.
+        branches: Types of the containers by their paths; the root's path is empty.
+        slot: Name of the file that holds the checkpoint.
         slot_nbytes: Size of that file.
         chunks: Pieces of the payload as they were written, each with its checksum.
-        manifest_offset: Offset of the manifest in the slot, behind the payload.
-        manifest_nbytes: Its length.
-        store_id: Of the store.
-        block_bytes: Of the store: offsets and lengths are multiples of it.
+        manifest_offset: Offset of the manifest in the slot, after the payload.
+        manifest_nbytes: Length of the manifest.
+        store_id: Id of the store.
+        block_bytes: Block size of the store: offsets and lengths are multiples of it.
         rank: The rank whose part of a group's checkpoint it is, else None.
-        sharded: The tensors of that part that lie on several ranks, in the order of the state, with all their boxes;
-            those that the part has itself are among ``leaves``, too.
-        differing: If no rank was named, paths under which other ranks have different tensors. When 20 are known, the
-            bytes of others are not compared.
+        sharded: Tensors of that part that lie on several ranks, in the order of the state, with the boxes of all ranks;
+            the part's own boxes are among ``leaves``, too.
+        differing: If no rank was named, paths under which other ranks have different tensors. Once more than 20 are
+            known, no further tensors are compared by their bytes.
     """
 
     info: CheckpointInfo
@@ -208,12 +207,12 @@ class Description:
 
     @property
     def array_nbytes(self) -> int:
-        """Bytes of all tensors and arrays, each counted for itself."""
+        """Bytes of all tensors and arrays; shared bytes are counted for each."""
         return sum(leaf.nbytes for leaf in self.leaves)
 
     @property
     def aliases(self) -> int:
-        """Leaves that share bytes with an earlier one: those are stored once."""
+        """Number of leaves that share bytes with an earlier one; shared bytes are stored once."""
         return sum(leaf.alias_of is not None for leaf in self.leaves)
 
 
@@ -229,9 +228,9 @@ def describe_checkpoint(
 
     Reads its manifest and no tensor.
 
-    In a group's folder it is one rank's part of a complete checkpoint. If tensors of it lie on several ranks, the
-    manifests of all ranks are read. Without ``rank`` it is that of rank 0, and the values that each rank has for
-    itself are compared: if checksums do not decide, tensors are read.
+    In a group's folder one rank's part of a complete checkpoint is described, by default rank 0's. If tensors in it lie
+    on several ranks, the manifests of all ranks are read. Without ``rank``, the values that each rank has for itself
+    are compared, too: if checksums do not decide, tensors are read.
 
     Raises:
         NoCheckpointError: there is none.
@@ -265,7 +264,7 @@ def describe_checkpoint(
 
 
 async def _with_boxes(checkpoint: CheckpointReader, listing: Listing) -> AsyncIterator[ShardedLeaf]:
-    """Yield the tensors that lie on several ranks; none where only one rank's store is known."""
+    """Yield the tensors that lie on several ranks, with their boxes; none if only one rank's store is known."""
     if not listing.sharded or not checkpoint.whole:
         return
     manifests = await checkpoint.manifests()
@@ -280,11 +279,11 @@ async def _with_boxes(checkpoint: CheckpointReader, listing: Listing) -> AsyncIt
 
 
 Progress: TypeAlias = Callable[[int, int], None]
-"""Called on another thread with the bytes done, and those of the whole."""
+"""Function called on another thread with the number of bytes done, and the total."""
 
 
 def counting(progress: Progress, total: int) -> Callable[[int], None]:
-    """Return a function to call with the bytes of each read, which calls ``progress``."""
+    """Return a function to call with the number of bytes of each read, which calls ``progress`` with the sum."""
     done = 0
 
     def add(nbytes: int) -> None:

@@ -87,25 +87,25 @@ class Recovery:
     """The result of a recovery.
 
     Attributes:
-        identity: State of ``store.json``, or of a group's folder of ``group.json``.
-        record: State of the commit records: ``valid`` if any of the four copies is; of a group that was searched
-            ``older`` if all are, and the only fault is that those of some ranks are older than those of others.
+        identity: State of ``store.json``, or for a group's folder of ``group.json``.
+        record: State of the commit records: ``valid`` if any of the four copies is; for a group that was searched,
+            ``older`` if all are valid, and the only fault is that the records of some ranks are older than others'.
         found: The contents of each slot; empty if the slots were not searched, because a record is valid.
         named: The checkpoints that the record names, or would name, newest first.
         written: Names of the files that were written.
-        kept: New names of the files that they replace.
-        identity_name: The file that ``identity`` is the state of.
+        kept: New names of the files that were replaced.
+        identity_name: Name of the file whose state is ``identity``.
         missing: Slots that a valid record names and that are gone, cut short, or no regular files: their checkpoints
             are lost.
-        problems: What else is lost or damaged, in sentences.
-        dropped: Checkpoints that a valid record named, and that the one of a search does not: no slot holds them whole.
-        unnamed: Of a group, the folders of ranks whose ``store.json`` is missing or damaged.
-        refusal: Why ``write`` writes nothing; empty if it may.
-        unrecorded: Of a group, the folders of ranks whose records are missing or damaged, or older.
-        older: Those of them whose records are whole, and older than those of other ranks.
-        verification: The records and checkpoints as they were found, with every checksum; None if the files that a
-            trainer needs are not all valid, or the slots were searched.
-        record_lost: Whether a record is valid and the one beside it has no valid copy: that may have been the newest.
+        problems: Everything else that is lost or damaged, in sentences.
+        dropped: Checkpoints that a valid record named, and the new one does not: no slot was found to hold them whole.
+        unnamed: For a group, the folders of ranks whose ``store.json`` is missing or damaged.
+        refusal: The reason why ``write`` writes nothing; empty if it may.
+        unrecorded: For a group, the folders of ranks whose records are missing, damaged or older than others'.
+        older: The folders in ``unrecorded`` whose records are valid, but older than those of other ranks.
+        verification: The result of verifying all records and checkpoints; None if the files that a trainer needs are
+            not all valid, or the slots were searched.
+        record_lost: Whether one record is valid and the other has no valid copy: that may have been the newest.
     """
 
     identity: FileState
@@ -127,7 +127,7 @@ class Recovery:
 
     @property
     def copies(self) -> tuple[RecordCopy, ...]:
-        """The damaged copies of records whose other copy is valid: nothing is lost, and ``write`` writes them anew."""
+        """The damaged copies of records whose other copy is valid: nothing is lost, and ``write`` repairs them."""
         return () if self.verification is None else self.verification.damaged_copies
 
     @property
@@ -137,18 +137,18 @@ class Recovery:
 
     @property
     def named_anew(self) -> bool:
-        """Whether a record was written that names what was found: it does not name any more what was missing."""
+        """Whether a new record was written, which names only checkpoints that were found."""
         return COMMIT_NAME in self.written and not self.copies
 
     @property
     def none_named(self) -> str:
-        """Why the slots that were searched give a record nothing to name."""
+        """The reason why a search of the slots found no checkpoint for a record."""
         any_whole = any(one.whole for one in self.found)
         return "no whole slot is one to name (see its note)" if any_whole else "no slot holds a whole checkpoint"
 
     @property
     def lost(self) -> tuple[str, ...]:
-        """The facts about the named checkpoints that only lost records had; none if a record is valid."""
+        """The kinds of facts that are lost with the records: pins and rejections; empty if a record is valid."""
         alone = self.identity_name == IDENTITY_NAME  # the other ranks' records have them, too
         return ("pins", "rejections") if alone and self.named and self.record != "valid" else ()
 
@@ -164,41 +164,43 @@ def recover_store(
 ) -> Recovery:
     """Examine the contents of a damaged store, and make it a store again.
 
-    A record that is valid decides, also if ``store.json`` is lost. If both are valid, every checksum is checked, and
-    ``write`` makes a damaged copy of a record anew from its other copy. Without a record the slots are searched: a
-    checkpoint counts as whole if its manifest decodes and every chunk has the checksum listed there. That proves that
-    the bytes of its tensors are those that were written. It does not prove that it had been committed: the newest one
-    may be one that the engine was about to commit. One that failed, such as one whose state changed while it was
-    captured (``TornCaptureError``), is not whole: the engine overwrites the beginning of its manifest. Only where the
-    process died, or the device failed, just before that, it may be found here. Nor does it prove that no bit of the
+    If a record is valid, it is used, also if ``store.json`` is lost. If both are valid, every checksum is checked, and
+    ``write`` repairs a damaged copy of a record from its other copy. Without a record the slots are searched: a
+    checkpoint is whole if its manifest decodes and every chunk has the checksum listed there. That proves that the
+    bytes of its tensors are those that were written. It does not prove that the checkpoint was committed: the newest
+    may be one that the engine was about to commit. A checkpoint that failed, such as one whose state changed while it
+    was captured (``TornCaptureError``), is not whole, as the engine overwrites the beginning of its manifest; it is
+    found here only if the process died, or the device failed, just before that. Nor does it prove that no bit of the
     manifest flipped, for only the record has its checksum: look at steps and plain values
     (:func:`describe_checkpoint`). Pins and rejections are known only if a record is valid: without one, a run that was
     rejected may be restored again (:attr:`Recovery.lost`).
 
-    Of a folder that is no store, and has those of a group's ranks, it reads the records of all ranks, and makes a
-    ``group.json`` that is lost or damaged anew. Where ranks lost their records, and not ``store.json``, it makes
-    records of the whole parts in their slots, of the checkpoints that the records of all other ranks name; with
-    ``search`` also where the records of ranks are older than those.
+    In a folder that holds the stores of a group's ranks, the records of all ranks are read, and ``write`` makes a lost
+    or damaged ``group.json`` anew. For ranks that lost their records, it makes records of the whole parts in their
+    slots that belong to checkpoints which the records of all other ranks name; with ``search`` also for ranks whose
+    records are older than others'.
 
     Args:
         path: Folder of the store, or of a group.
-        write: Write a new commit record, and ``store.json`` if it is not valid; nothing if both are. The files that
-            they replace stay under other names. Else nothing is written.
-        search: Search the slots also if a record is valid, and write one that names the checkpoints found.
-        slots: Name only the checkpoints in these; by default all that are whole, and nothing if one of them may be of
-            another run: captured before one with a lower counter, of a smaller step, or one of two with one counter.
+        write: Write a new commit record, and ``store.json`` if it is not valid; nothing if both are. Files that are
+            replaced stay under other names. By default nothing is written.
+        search: Search the slots also if a record is valid, and make one that names the checkpoints found.
+        slots: Numbers of the slots whose checkpoints are named; by default all that are whole, and none if one of them
+            may be another run's: captured before one with a lower counter, of a smaller step, or one of two with one
+            counter.
         progress: Called with bytes searched, and then bytes checked, of one slot after another.
-        io: As for :class:`pccheck_async.CheckpointEngine`.
+        io: I/O backend, as for :class:`pccheck_async.CheckpointEngine`.
 
     Durability: the written files survive power loss when this returns. A crash in between leaves a store that can be
     recovered by another call.
 
     Raises:
         NoCheckpointError: there is nothing here that could be recovered.
-        StoreError: ``write`` if the store of a group's rank needs a record: only the lost records named the
-            checkpoints of its parts. Or if a slot may be of another run, and ``slots`` is not given.
-        StoreLockedError: ``write`` while a trainer has the store open.
-        CorruptStoreError: a newer version of this package made the store.
+        StoreError: with ``write``, the store of a group's rank needs a record: only the lost records named the
+            checkpoints of its parts; or a slot may be another run's, and ``slots`` is not given.
+        StoreLockedError: with ``write``, a trainer has the store open.
+        CorruptStoreError: a newer version of this package made the store (NewerFormatError); or with ``write``, the
+            records are valid, and lost or damaged checkpoints cannot be repaired.
         ReadError, WriteError: the device failed.
     """
     name = os.fspath(path)
@@ -285,9 +287,9 @@ async def _recover_group(
     slots: Collection[int] | None,
     progress: Progress,
 ) -> Recovery:
-    """Examine ``group.json`` and the records of all ranks; with ``write`` make anew what is not valid.
+    """Examine ``group.json`` and the records of all ranks; with ``write`` make the files anew that are not valid.
 
-    Raises the error of :func:`no_store` if the folder has neither.
+    Raises the error of :func:`no_store` if the folder is not a group's.
     """
     if GROUP_NAME not in names and not is_group_folder(folder):
         raise no_store(opened, folder, "no store, nor parts of one")
@@ -342,7 +344,7 @@ async def _recover_group(
 
 
 async def _with_records(identity: FileState, place: Place, progress: Progress) -> Recovery:
-    """Return the recovery of a group of which all ranks have their records."""
+    """Verify a group in which all ranks have their records, and return that as a recovery."""
     verification = await _verify(place, progress)
     faults, torn = lost_slots(place), lost_records(place)
     newest = max((one.key for one in place.complete), default=None)
@@ -399,7 +401,7 @@ def _not_found(record: Record | None, found: Sequence[FoundCheckpoint]) -> Itera
 
 
 def _damaged_chunks(verification: Verification | None) -> Iterator[str]:
-    """Yield a sentence for each part with chunks that are not what was written: its manifest is what it was."""
+    """Yield a sentence for each part that has damaged chunks and a whole manifest."""
     for each in () if verification is None else verification.checkpoints:
         if chunks := [damage for damage in each.damage if damage.what not in ("manifest", "slot")]:
             name = each.slot if each.rank is None else f"{rank_name(each.rank)}/{each.slot}"
@@ -407,7 +409,7 @@ def _damaged_chunks(verification: Verification | None) -> Iterator[str]:
 
 
 def _mended(commit: memoryview, identity: Identity) -> bytes:
-    """Return the bytes of a commit file in which valid copies of records take the place of damaged ones beside them."""
+    """Return the bytes of a commit file in which damaged copies of records are replaced by their valid other copies."""
     image = bytearray(bytes(commit).ljust(COMMIT_NBYTES, b"\0"))
     for copy in damaged_copies(examine_records(memoryview(image), identity.id_bytes)):
         other = copy.offset ^ REGION_NBYTES
@@ -416,7 +418,7 @@ def _mended(commit: memoryview, identity: Identity) -> bytes:
 
 
 def _without_records(identity: FileState, ranks: RankStores, found: Mapping[int, LostRecords]) -> Recovery:
-    """Return the recovery of a group of which some ranks lost their records, from what was found in their slots."""
+    """Return the recovery of a group in which some ranks lost their records, from the contents of their slots."""
     stores = [*ranks.seen.values()]
     stores += [SeenStore(0, rank, each.identity.id_bytes, None, each.parts) for rank, each in found.items()]
     by_key = parts_by_key(stores)
@@ -442,13 +444,13 @@ def _without_records(identity: FileState, ranks: RankStores, found: Mapping[int,
 
 
 def _is_of_group(folder: Path) -> bool:
-    """Whether a folder is that of a rank, in the folder of a group: its own files do not tell."""
+    """Whether a folder is a rank's, by its name and by the folder above it, which is a group's."""
     parent = folder.absolute().parent
     return folder.name in {each.name for each in rank_folders(parent).values()} and is_group_folder(parent)
 
 
 async def _names_a_slot(medium: Medium, identity: Identity, record: Record) -> bool:
-    """Whether a slot holds the manifest that a record names: then the record belongs to this folder."""
+    """Whether any slot holds a manifest that the record names: then the record belongs to this folder."""
     for entry in record.entries:
         try:
             file = await medium.open(slot_name(entry.slot), writable=False)
@@ -465,7 +467,7 @@ async def _names_a_slot(medium: Medium, identity: Identity, record: Record) -> b
 
 
 def _version(folder: Path, identity: Identity | None, record: Record | None) -> int:
-    """Return the format of a store: its files tell, or the folder that it is in."""
+    """Return the format version of a store, from its record or identity, else from the folder that it is in."""
     if record is not None:
         return record.version
     if identity is not None:
@@ -474,7 +476,7 @@ def _version(folder: Path, identity: Identity | None, record: Record | None) -> 
 
 
 class _Read(NamedTuple):
-    """The identity and the newest record of a store, as far as they are valid; ``store_id`` is that of the record."""
+    """The identity and the newest record of a store, as far as they are valid; ``store_id`` is the record's."""
 
     identity_state: FileState
     identity: Identity | None
@@ -485,7 +487,7 @@ class _Read(NamedTuple):
 
 
 async def _read(medium: Medium, commit: tuple[memoryview, dict[int, ReadError]] | None) -> _Read:
-    """Read both files. If one of them is of another store, the slots tell which."""
+    """Read both files. If they are of different stores, the slots decide which one belongs here."""
     state, identity = await _identity(medium)
     if commit is None:
         return _Read(state, identity)
@@ -505,7 +507,7 @@ async def _read(medium: Medium, commit: tuple[memoryview, dict[int, ReadError]] 
 
 
 async def _has_slot(medium: Medium, entry: Entry) -> bool:
-    """Whether the file of a checkpoint's slot is there, to its end."""
+    """Whether the file of a checkpoint's slot exists, with the whole checkpoint's length."""
     try:
         file = await medium.open(slot_name(entry.slot), writable=False)
     except (CorruptStoreError, OSError) as error:
@@ -519,7 +521,7 @@ async def _has_slot(medium: Medium, entry: Entry) -> bool:
 async def _other_contents(
     medium: Medium, record: Record, identity: Identity | None, commit: tuple[memoryview, object] | None
 ) -> list[str]:
-    """Return a sentence on the slots that hold other bytes than the checkpoints that the newest record names."""
+    """Return a sentence, if needed, in a list, on slots without the manifests that the newest record names there."""
     found = []
     for entry in record.entries:
         if not await _has_slot(medium, entry):
@@ -545,7 +547,7 @@ async def _other_contents(
 
 
 def _lost_record(commit: memoryview, store_id: str) -> bool:
-    """Whether the record beside the newest one has no valid copy: it may have been the newest."""
+    """Whether one of the two records has no valid copy: it may have been the newest."""
     states = [copy.state for copy in examine_records(commit, bytes.fromhex(store_id))]
     return ["damaged"] * 2 in (states[:2], states[2:])
 
@@ -561,7 +563,7 @@ def _only_by_its_group(folder: Path) -> str:
 
 
 def _guessed(path: str, entries: Sequence[Entry], strange: Collection[int], *, search: bool) -> str:
-    """Return a refusal to name checkpoints in slots that may be of another run; empty if there are none."""
+    """Return a refusal to name checkpoints in the slots ``strange``, maybe another run's; empty without such slots."""
     if not strange:
         return ""
     named = sorted(entry.slot for entry in entries if entry.slot not in strange)
@@ -575,7 +577,10 @@ def _guessed(path: str, entries: Sequence[Entry], strange: Collection[int], *, s
 
 
 def _is_to_be_written(name: str, recovery: Recovery, search: bool) -> bool:
-    """Whether there is something to write; raise StoreError, NoCheckpointError where that would not help."""
+    """Return whether there is something to write.
+
+    Raises CorruptStoreError, StoreError or NoCheckpointError if files should be written and nothing can be.
+    """
     if recovery.copies:
         return True
     if (
@@ -608,7 +613,7 @@ def _marked_as_before(entries: Sequence[Entry], record: Record | None) -> list[E
 
 
 def _commit_file(identity: Identity, records: Sequence[Record]) -> bytes:
-    """Return a commit file with two records that name the same: four copies of it."""
+    """Return the bytes of a commit file that has two copies of each record."""
     image = bytearray(COMMIT_NBYTES)
     for record in records:
         data = encode_record(record, identity.id_bytes, identity.block_bytes)
@@ -618,7 +623,7 @@ def _commit_file(identity: Identity, records: Sequence[Record]) -> bytes:
 
 
 async def _replace_files(medium: Medium, names: Collection[str], files: Mapping[str, bytes]) -> tuple[str, ...]:
-    """Write files; of those that had such ``names``, return under which names they stay."""
+    """Write files, durably; return the new names of the existing files (``names``) that they replace."""
     kept = []
     for name, data in files.items():
         backup_name = ""
@@ -646,7 +651,10 @@ async def _identity(medium: Medium) -> tuple[FileState, Identity | None]:
 def _record(
     commit: memoryview, lost: Mapping[int, ReadError], identity: Identity | None
 ) -> tuple[Record | None, str | None]:
-    """Return the newest valid record, and the store id that it names; without ``store.json`` of any store."""
+    """Return the newest valid record and its store id; without ``identity`` the newest record of any store.
+
+    The record is None if it is unknown which is the newest (:func:`unread_record`).
+    """
     if identity is not None:
         store_id, record = identity.store_id, newest_record(commit, identity.id_bytes)
     elif rebuilt := rebuild_identity(commit):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints found in slots that no record names: by their manifests, and whole only if every checksum holds."""
+"""Searching slots for checkpoints that no record names, by their manifests; whole ones are those with all checksums."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ _WINDOW_BYTES = 16 << 20
 _FIRST_LOOK_BYTES = 1 << 20
 _MOST_MANIFEST_NBYTES = 1 << 30
 _MOST_CANDIDATES = 16
-"""Manifests in one slot whose payloads are read: a slot has one, or leftovers of some earlier ones."""
+"""Most manifests in one slot whose payloads are read: a slot has one, or leftovers of some earlier ones."""
 _MOST_LOOKS = 4
-"""Slots' worth of bytes that are read at places where a manifest seems to begin, and which hold none: somebody's tensor
-may consist of such beginnings."""
+"""Most bytes, in multiples of the slot's size, that are read where a manifest only seems to begin: a tensor may consist
+of such beginnings."""
 _FEW_BYTES = 64 << 20
-"""That much is always read there, however small the slot is."""
+"""Bytes that may be read at such places in addition, however small the slot is."""
 _BASE = 64 * 1024
-"""A multiple of every block size: reads begin at one, so that direct I/O works where the block size is not known."""
+"""Alignment of reads, a multiple of every block size, so that direct I/O works if the block size is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +51,13 @@ class FoundCheckpoint:
     """The contents of a slot.
 
     Attributes:
-        slot: Its number.
+        slot: Number of the slot.
         info: The manifest's description of the checkpoint; None if there is none.
-        chunks: Pieces of its payload.
-        damage: Chunks that differ from the manifest's: another checkpoint was written over them, or bytes rotted.
-        entry: The entry for a record; None unless it is whole and offered.
-        note: Why it is not offered; empty if it is.
-        folder: Of a group: that of the rank.
+        chunks: Number of chunks of the payload.
+        damage: Chunks whose checksums do not hold: another checkpoint was written over them, or bits rotted.
+        entry: The entry for a record; None unless the checkpoint is whole and can be named.
+        note: The reason why it is not named, or a doubt about it; empty if there is none.
+        folder: In a group, the name of the rank's folder.
     """
 
     slot: int
@@ -70,12 +70,12 @@ class FoundCheckpoint:
 
     @property
     def file(self) -> str:
-        """Name of the slot."""
+        """Name of the slot's file, with the rank's folder."""
         return os.path.join(self.folder, slot_name(self.slot))
 
     @property
     def whole(self) -> bool:
-        """Whether every checksum holds, also of one that is not offered."""
+        """Whether there is a checkpoint whose checksums all hold, even if it is not named."""
         return self.info is not None and not self.damage
 
 
@@ -84,7 +84,7 @@ async def find_in_slot(
 ) -> FoundCheckpoint:
     """Search a slot; if ``keep``, it stays locked until the folder is closed, unless another process has it.
 
-    With ``alone`` also against others that recover: without a commit file its lock cannot keep them out.
+    With ``alone`` the lock is exclusive: without a commit file, whose lock keeps other recoveries out, this one does.
     """
     try:
         file = await opened.medium.open(slot_name(number), writable=alone)  # flock over NFS needs that
@@ -107,10 +107,10 @@ async def search_slot(
 ) -> FoundCheckpoint:
     """Look for a whole checkpoint in a slot, from its end.
 
-    The result is the manifest with the highest offset whose whole payload, from the beginning of the slot up to it at
-    most, has the checksums that it lists. A newer checkpoint that was being written over an older one changes chunks of
-    that; a manifest inside the payload of a whole checkpoint is part of a user's tensors. Without a whole one, the
-    one with the latest time is described, with its damage.
+    The result has the manifest with the highest offset whose whole payload, before it in the slot, has the checksums
+    that it lists. A newer checkpoint that was being written over an older one changes chunks of the older one; a
+    manifest inside the payload of a whole checkpoint is part of a user's tensors. If no checkpoint is whole, the one
+    with the latest time is described, with its damage.
     """
     search = _Search(opened, number, file, progress, _MOST_LOOKS * file.nbytes + _FEW_BYTES)
     best, tried = FoundCheckpoint(number, note="no manifest"), 0
@@ -142,7 +142,7 @@ class _Candidate(NamedTuple):
 
 @dataclass(slots=True)
 class _Search:
-    """One slot; ``left`` bytes may still be read in search of manifests."""
+    """The search of one slot; ``left`` is the number of bytes that may still be read in search of manifests."""
 
     opened: OpenMedium
     number: int
@@ -180,7 +180,7 @@ class _Search:
             size = min(4 * size, -(-most // _BASE) * _BASE)
 
     async def examine(self, candidate: _Candidate) -> FoundCheckpoint:
-        """Verify the payload."""
+        """Verify the payload of a manifest, and return the checkpoint with its damage."""
         manifest = candidate.manifest
         read = counting(self.progress, manifest.payload_nbytes)
         damage = await check_payload(self.opened, self.file, manifest, candidate.listing, read)
@@ -212,9 +212,9 @@ def record_entries(
 ) -> tuple[list[Entry], dict[int, str], set[int]]:
     """Return the entries of a new record, newest first, notes on slots, and the slots that may be of another run.
 
-    Counters order them, as in every record. Of two with one counter that counts which a valid record ``named``, else
-    the later one: the other was written before a crash, never committed, and its counter given again; or one of them
-    was copied here. A name is that of the newest that has it.
+    Entries are ordered by counter, as in every record. Of two with one counter, the one that a valid record ``named``
+    is kept, else the later one: the other was written before a crash, never committed, and its counter was used again;
+    or one of them was copied here. Of several with one name, only the newest keeps the name.
     """
     known = {(entry.counter, entry.slot) for entry in named}
     whole = [one.entry for one in found if one.entry is not None]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verifying a store: every checksum of it, at the speed of the disk. Nothing is copied anywhere."""
+"""Verifying every checksum of a store, at the speed of the disk. Nothing is copied."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ += ["damaged_copies", "examine_records", "verify_checkpoints"]
 
 _LOOKS = 20
 _LOOK_SECONDS = 0.025
-"""A running writer may be in the middle of a record: only a state that stays for half a second is damage."""
+"""Seconds between reads of the records: a running writer may be writing one, so only a state that lasts is damage."""
 
 
 RecordState = Literal["valid", "blank", "older", "damaged"]
@@ -40,8 +40,8 @@ class RecordCopy:
 
     Attributes:
         name: ``A0``, ``A1`` (even generations), ``B0`` or ``B1`` (odd ones).
-        offset: Its offset in the commit file, in bytes.
-        generation: Of the record; None if it is not valid.
+        offset: Offset of the copy in the commit file, in bytes.
+        generation: Generation of the record; None if the copy is not valid.
         state: ``valid``; ``blank`` if none was written yet; ``older`` than the other copy, after a kill between two
             writes; ``damaged``.
         rank: The rank whose record it is in a group's folder, else None.
@@ -59,12 +59,12 @@ class Damage:
     """Bytes that differ from the written ones.
 
     Attributes:
-        file: The file's name.
-        what: ``chunk 3``, ``manifest``, or ``slot`` if all of it is missing.
-        offset: First byte in the file.
-        nbytes: So many of them.
+        file: Name of the file.
+        what: The damaged item: ``chunk 3``, ``manifest``, or ``slot`` if all of it is missing.
+        offset: Offset of the first byte in the file.
+        nbytes: Number of bytes.
         reason: The fault.
-        leaves: Paths of the tensors and arrays that have bytes there; of a manifest all are lost, and none is known.
+        leaves: Paths of the tensors and arrays that have bytes there; empty for a manifest, with which all are lost.
     """
 
     file: str
@@ -80,11 +80,11 @@ class CheckedCheckpoint:
     """A committed checkpoint that was read from its first to its last byte.
 
     Attributes:
-        info: The record's description of it.
-        slot: Its file.
-        chunks: So many were checked.
-        nbytes: Of payload and manifest.
-        damage: Empty if it is whole.
+        info: The record's description of the checkpoint.
+        slot: Name of its file.
+        chunks: Number of chunks that were checked.
+        nbytes: Bytes of payload and manifest that were checked.
+        damage: Damaged bytes; empty if the checkpoint is whole.
         rank: The rank whose part of a group's checkpoint it is, else None.
     """
 
@@ -102,12 +102,12 @@ class Verification:
 
     Attributes:
         records: The copies of both commit records.
-        checkpoints: Those that were checked, newest first; of a group all parts, rank by rank.
+        checkpoints: Checkpoints that were checked, newest first; for a group all parts, rank by rank.
         nbytes: Bytes of checkpoints that were read.
-        seconds: The time that reading and checking them took.
-        direct: Whether they came from the device, past the page cache.
-        superseded: Those that the newest ones superseded, newest first; checked only where a restart comes to them,
-            as all newer ones are damaged. A save may have written over them since.
+        seconds: Time that reading and checking them took.
+        direct: Whether they were read from the device, past the page cache.
+        superseded: Superseded checkpoints that were checked, newest first: those that a restart would try, as all newer
+            ones are damaged. A save may have overwritten them since.
     """
 
     records: tuple[RecordCopy, ...]
@@ -124,7 +124,7 @@ class Verification:
 
     @property
     def whole(self) -> bool:
-        """Whether no byte differs from the written one."""
+        """Whether no record copy and no committed checkpoint that was checked is damaged."""
         return not (any(copy.state == "damaged" for copy in self.records) or any(c.damage for c in self.checkpoints))
 
     @property
@@ -144,15 +144,15 @@ def verify_checkpoints(
 ) -> Verification:
     """Check ``store.json``, all copies of both commit records, and the manifest and every chunk of checkpoints.
 
-    Of a group's folder, the records of all ranks, and all parts of complete checkpoints.
+    In a group's folder, the records of all ranks are checked, and all parts of complete checkpoints.
 
     Args:
         path: Folder of a store, or of a group.
         step: Check the newest checkpoint of this step; by default the newest of all.
         name: Check the checkpoint with this name instead.
-        every: Check all committed checkpoints. Those that a running writer drops meanwhile are left out.
-        progress: See :data:`Progress`.
-        io: As for :class:`pccheck_async.CheckpointEngine`.
+        every: Check all committed checkpoints. Checkpoints that a running writer drops meanwhile are left out.
+        progress: Called with the bytes checked (:data:`Progress`).
+        io: I/O backend, as for :class:`pccheck_async.CheckpointEngine`.
 
     Raises:
         NoCheckpointError: there is none to check; of a group, none that is complete (IncompleteCheckpointError).
@@ -202,7 +202,7 @@ async def check_place(
 
 
 def _next_tried(place: Place, checks: Collection[CheckedCheckpoint]) -> list[Entry]:
-    """Return the superseded checkpoints that a restart tries before any that is kept and may be whole."""
+    """Return the superseded checkpoints that a restart would try before any committed one that is not damaged."""
     damaged = {each.info.counter for each in checks if each.damage}
     kept = [one.entry.counter for one in place.complete if not one.entry.rejected]
     newest = max((counter for counter in kept if counter not in damaged), default=-1)
@@ -216,7 +216,7 @@ def damaged_copies(copies: Collection[RecordCopy]) -> tuple[RecordCopy, ...]:
 
 
 def examine_records(commit: memoryview, store_id: bytes) -> tuple[RecordCopy, ...]:
-    """Look at each copy of both records in the bytes of a commit file."""
+    """Return the state of each copy of both records in the bytes of a commit file."""
     starts = range(0, COMMIT_NBYTES, REGION_NBYTES)
     regions = [commit[start : start + REGION_NBYTES] for start in starts]
     records = [decode_record(region, store_id) for region in regions]
@@ -235,7 +235,7 @@ def examine_records(commit: memoryview, store_id: bytes) -> tuple[RecordCopy, ..
 
 
 async def _records(reader: StoreReader) -> tuple[RecordCopy, ...]:
-    """Look at the commit file until it is whole, or stays as it is."""
+    """Return the state of all copies of records; read again until none is damaged, or the file does not change."""
     view = aligned_buffer(COMMIT_NBYTES)
     last, same = b"", 0
     for _ in range(10 * _LOOKS):
