@@ -121,7 +121,7 @@ class TrainingStep:
 
     @property
     def stored_metadata(self) -> Metadata:
-        """The user's metadata, with a mark if the checkpoint is inside a window (the mark alone if both are too large)."""
+        """The user's metadata, marked if the checkpoint is inside a window (the mark alone if both are too large)."""
         if not self.inside_window:
             return self.metadata
         marked = {**self.metadata, WINDOW_KEY: True}
