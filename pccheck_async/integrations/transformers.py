@@ -313,7 +313,7 @@ class PCcheckCallback(TrainerCallback):
             original(checkpoint)
 
     def _maybe_log_save_evaluate(self, original: Callable[..., Any], *args: Any, **named: Any) -> None:
-        """End the step context after the step was logged and evaluated; the last one of an epoch after the epoch was."""
+        """End the step context after the step was logged and evaluated; the last of an epoch after the epoch was."""
         original(*args, **named)
         state, control = self._trainer.state, self._trainer.control
         ends = control.should_epoch_stop or control.should_training_stop or float(state.epoch).is_integer()
