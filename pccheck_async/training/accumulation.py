@@ -354,10 +354,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _gradients(optimizer: torch.optim.Optimizer, sample: int | None) -> list[torch.Tensor]:
-    """Return the gradients of about ``sample`` parameters, spread over all.
-
-    Returns the gradients of all parameters if ``sample`` is None, or half of the sampled ones or more have none.
-    """
+    """Return the gradients of about ``sample`` parameters, spread over all; of all if None, or if most have none."""
     if sample is not None:
         some = _spread(optimizer, sample)
         if 2 * len(found := _gradients_of(some)) > len(some):

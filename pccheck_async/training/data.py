@@ -302,10 +302,7 @@ class ResumableSampler(Sampler[list[int]]):
             )
 
     def rest(self, place: EpochPlace, end: int) -> Iterator[list[int]]:
-        """Yield this rank's batches (of indices) of a pass from a place up to position ``end``.
-
-        The sampler's own position does not move.
-        """
+        """Yield this rank's batches of a pass from a place up to ``end``, without moving the sampler's position."""
         shares, position = self._shares(), place.position
         while position < end:
             stop = shares.stop(position)

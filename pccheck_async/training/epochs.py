@@ -240,11 +240,7 @@ class Course:
     def epochs(
         self, epochs: int, steps: int | None, length: Callable[[], int], begin: Callable[[int], Iterator[tuple[int, T]]]
     ) -> Iterator[Epoch[T]]:
-        """Yield those of ``epochs`` epochs that are not done yet.
-
-        ``length`` returns the batches of a pass; ``begin(number)`` returns an iterator of pairs of number and batch
-        over a pass of that epoch.
-        """
+        """Yield those of ``epochs`` epochs that are not done; ``begin`` makes a numbered iterator of a pass of one."""
         epochs, steps = operator.index(epochs), None if steps is None else operator.index(steps)
         if epochs < 0 or (steps is not None and steps < 1):
             raise ValueError(f"epochs is {epochs} and steps {steps}; they are at least 0 and 1")

@@ -35,10 +35,7 @@ _LATE_SECONDS = 0.5
 
 
 class _Request:
-    """A signal that came: the engines that watch it, their deadline, and the lock of the thread that ends the process.
-
-    ``asked`` are these engines; ``left`` is True once the process is ending, ``again`` if the signal came again.
-    """
+    """A signal that came: the engines that watch it, the deadline, and the lock of the thread that ends the process."""
 
     def __init__(self, signum: int, seconds: float, asked: list[Preemption]) -> None:
         self.signum = signum
@@ -196,10 +193,7 @@ class _Signals:
         previous(request.signum, frame)
 
     def _pass_on(self, signum: int, frame: FrameType | None) -> None:
-        """Handle a signal as if the handler were not installed, and put the previous one back.
-
-        Only needed if a thread that could not put it back closed the engine.
-        """
+        """Put the previous handler back and let it handle the signal: the thread that closed the engine could not."""
         previous = self._previous.get(signum)
         ours = signal.getsignal(signum) == self._on_signal
         self._put_back({signum} & set(self._previous))

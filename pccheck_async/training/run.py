@@ -233,11 +233,7 @@ class TrainingRun(TrainingHooks):
             self._accumulation.watch(optimizer)
 
     def begin(self, this: TrainingStep, here: int) -> TrainingStep:
-        """Called when a thread or task (``here`` is its id) enters a step's context; returns ``this``.
-
-        Raises RuntimeError if the thread or task is inside another step's context; and the errors of earlier
-        checkpoints that were not awaited.
-        """
+        """Called when a thread or task of id ``here`` enters a step's context; RuntimeError inside another step's."""
         core = self.core
         core.check_alive()
         if (outer := self._inside.get(here)) is not None:
@@ -436,10 +432,7 @@ class TrainingRun(TrainingHooks):
             write("state_dict", text, where, owner, owner, step=this.step, store=self.core.path)
 
     def _warn_of_absent(self, state: Mapping[str, Any]) -> None:
-        """Warn of optimizers, schedulers, loaders and generators that training uses and the state lacks.
-
-        Only at the first call, and only if no object in the state may contain them unseen.
-        """
+        """Warn, once, of optimizers, schedulers, loaders and generators that training uses and the state lacks."""
         if self._looked_for_absent:
             return
         self._looked_for_absent = True
@@ -560,10 +553,7 @@ class TrainingRun(TrainingHooks):
     # -- leaving the engine's context
 
     async def leave(self, caller: Caller, *, well: bool) -> None:
-        """Called on leaving the engine's context: save the last finished step if no checkpoint holds it, and close.
-
-        If an error ends the context (``well`` is False), nothing is saved, except after a preemption signal.
-        """
+        """Save the last finished step if no checkpoint holds it (after an error: only if preempted), then close."""
         core = self.core
         try:
             if well or self.stopping:
@@ -614,10 +604,7 @@ class TrainingRun(TrainingHooks):
         write("last_not_saved", text, last.step, there, why, step=last.step, store=core.path)
 
     async def _is_saved(self, caller: Caller, counter: int, step: int) -> bool:
-        """Return whether the newest checkpoint was taken after ``counter``, is of ``step`` or later, and succeeded.
-
-        Waits until it ended.
-        """
+        """Return whether the newest checkpoint, after ``counter`` and of ``step`` or later, succeeded; wait for it first."""
         newest = self.core.in_flight.newest
         if newest is None or newest.counter <= counter or newest.step < step:
             return False

@@ -52,7 +52,7 @@ def checkfreq_interval(
 
     Args:
         step_seconds: Seconds of a training step (Ti).
-        update_seconds: Its part for the weight update (CheckFreq's Tw; PCcheck calls the write time Tw).
+        update_seconds: Seconds of the weight update in a step (CheckFreq's Tw; PCcheck calls the write time Tw).
         host_copy_seconds: Seconds to copy the state to the host (Tc).
         persist_seconds: Seconds to write it from there to storage (Ts).
         overhead: Budget as a share of the training time (p).

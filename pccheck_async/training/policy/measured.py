@@ -110,10 +110,7 @@ class AgeLimit:
         return max(most - save_seconds, save_seconds)
 
     def reached(self, report: StepReport, save_seconds: float) -> bool:
-        """Return whether a checkpoint must begin now, because after one more such step it would be too late.
-
-        Called once after every step.
-        """
+        """Return, once after every step, whether a checkpoint must begin now: after another step it would be late."""
         if self._durable is None:
             self._durable = self._newest = report.now - report.seconds
         if self.most_seconds is None:

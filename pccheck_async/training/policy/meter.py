@@ -55,10 +55,7 @@ class Level:
         self._confirmed = 0  # those that were a change together: none of them is stray
 
     def add(self, value: float, tolerance: float = 0.0) -> bool:
-        """Add a measurement; return whether it completes a change.
-
-        ``tolerance`` is an absolute difference that is no change, used if it is larger than the relative one.
-        """
+        """Add a measurement; return whether it completes a change by more than an absolute ``tolerance``, too."""
         if self._odd_first and len(self.values) == 1:
             self.values.clear()
             self._odd_first = False
@@ -254,10 +251,7 @@ class OverheadMeter:
         return Cost(self._costs.median, error)
 
     def _take_tail(self) -> bool:
-        """Keep the clean steps of the period for comparison; return whether they have become slower or faster.
-
-        In that case older clean steps, and the costs that were computed with them alone, are forgotten.
-        """
+        """Keep the period's clean steps; if they have become slower or faster, forget older ones, and return True."""
         moved = self.moved
         if moved:
             self._tails.clear()
