@@ -146,10 +146,7 @@ async def tune(
 
 
 def checkpoint_bytes(core: EngineCore, state: Mapping[str, Any] | None, nbytes: int | None) -> int:
-    """Return ``nbytes`` if given, else the size of ``state``, else the size of the newest checkpoint.
-
-    Raises ValueError if both are given, NoCheckpointError if there is no checkpoint.
-    """
+    """Return ``nbytes``, or else the size of ``state``, or else of the newest checkpoint (NoCheckpointError)."""
     if nbytes is not None:
         if state is not None:
             raise ValueError("give state or nbytes, not both")
@@ -270,10 +267,7 @@ class _Search:
         self.bandwidth = max(self.bandwidth, self.nbytes / best)
 
     def _sample_bytes(self, points: Sequence[Point]) -> int:
-        """Return the size of a sample with which the points' saves take about a quarter of the budget.
-
-        (The search has three lines, and one of them may be continued.)
-        """
+        """Return the sample size with which the points take a quarter of the budget (three lines, one of them long)."""
         saves = sum(_PLANNED_ROUNDS * saves_of_trial(point) + point.max_in_flight for point in points)
         wanted = int(self.bandwidth * self.seconds / (len(_LINES) + 1) / saves)
         chunks = _LEAST_CHUNKS * max(point.chunk_bytes for point in points)
