@@ -104,10 +104,7 @@ class PCcheck(Method):
 
 
 class _OneFile(Method):
-    """Base of methods with one file: write a new file, fsync, rename it over the old one, fsync the folder.
-
-    Training waits until all of that is done.
-    """
+    """Writes a new file, fsync, renames it over the old one, fsync of the folder; training waits for all of that."""
 
     @property
     def file(self) -> Path:

@@ -63,10 +63,7 @@ class RawDisk:
             self.view[start : start + 8] = os.urandom(8)
 
     def seconds(self, path: Path, way: Way, *, write: bool) -> float:
-        """Return the seconds to overwrite the file's first bytes and flush, or to read them.
-
-        To ``write``, give a slot that no record names.
-        """
+        """Return the seconds to overwrite the file's first bytes (give an unused slot) and flush, or to read them."""
         fd = os.open(path, (os.O_RDWR if write else os.O_RDONLY) | os.O_DIRECT)
         offsets = range(0, self.nbytes, way.block)
         pieces = [(offset, self.view[offset : offset + way.block]) for offset in offsets]
