@@ -38,10 +38,7 @@ def read_losses(path: Path) -> Losses:
 
 
 class LossComparison(NamedTuple):
-    """How many steps have equal bits in the runs, whether all have, and a table of some.
-
-    Compared are the uninterrupted run, the killed run as far as it came, and the resumed run.
-    """
+    """How many steps have equal bits in all runs that came to them, whether all steps have, and a table of some."""
 
     equal: int
     all_equal: bool

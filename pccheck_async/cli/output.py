@@ -302,10 +302,7 @@ def duration(seconds: float) -> str:
 
 
 def captured_at(info: CheckpointInfo, *, iso: bool = False) -> str | None:
-    """Return the time of a checkpoint's capture as text, in UTC.
-
-    Returns None with ``iso``, else "?", for a time that no calendar has: a damaged store may claim one.
-    """
+    """Return a checkpoint's time of capture as text, in UTC; for an impossible one "?", or None with ``iso``."""
     try:
         return info.created.isoformat() if iso else f"{info.created:%Y-%m-%d %H:%M:%S}"
     except (OverflowError, ValueError, OSError):

@@ -211,10 +211,7 @@ class WatchView:
 
 @dataclass(frozen=True, slots=True)
 class GroupView:
-    """The state of a group at one moment: a :class:`WatchView` for each rank, and the group's checkpoints.
-
-    ``committed`` are the complete checkpoints, newest first; other attributes are as in :class:`WatchView`.
-    """
+    """The state of a group at one moment: a :class:`WatchView` for each rank, and the complete checkpoints."""
 
     path: Path
     ranks: dict[int, WatchView]
