@@ -183,10 +183,7 @@ def import_checkpoint(
 
 
 def _absent(path: str | os.PathLike[str], step: int, state: Mapping[str, Any], io: IO) -> list[str]:
-    """Return a remark on top-level parts that the checkpoint of ``step`` has and ``state`` lacks; [] if it has none.
-
-    A damaged checkpoint is ignored.
-    """
+    """Return a remark on top-level parts that ``state`` lacks and the checkpoint of ``step`` has; [] without any."""
     absent, known = dict[str, None](), tuple(f"{name}." for name in state)
     with suppress(CheckpointError), open_checkpoint(path, step=step, io=io) as there:
         absent = {leaf.partition(".")[0]: None for leaf in there if not f"{leaf}.".startswith(known)}
