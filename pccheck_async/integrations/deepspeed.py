@@ -116,10 +116,7 @@ class CheckpointEngine(checkpoint_engine.CheckpointEngine):
             self._tag = info
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Capture the contents of a file of DeepSpeed, and write them into a store in the background.
-
-        Exports are written at once, as files. Waits for an older store if two are being written.
-        """
+        """Capture the contents of a file of DeepSpeed, and write them into a store in the background."""
         if not self._saving:  # an export
             self._files.save(state_dict, path)
             return

@@ -261,10 +261,7 @@ class PCcheckCallback(TrainerCallback):
         return epoch, batches
 
     def _set_limits(self, per_epoch: int, epoch: int, updates: int) -> None:
-        """Set the limits of epochs and steps as counted from the restored epoch, if sizes have changed since.
-
-        The Trainer assumes that all epochs have the present number of updates (``per_epoch``).
-        """
+        """Count limits from the restored epoch on: the Trainer assumes ``per_epoch`` updates in earlier epochs, too."""
         args, state = self._trainer.args, self._trainer.state
         began = state.global_step - updates
         if args.max_steps > 0:

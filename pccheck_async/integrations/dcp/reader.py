@@ -151,10 +151,7 @@ def _named(entries: Sequence[Entry], root: str, name: str | None) -> Entry:
 
 @asynccontextmanager
 async def _held(part: PartReader) -> AsyncGenerator[PartReader]:
-    """Return a context manager that locks a part's slot while the part is read, and then closes the part.
-
-    Raises CorruptStoreError, ReadError.
-    """
+    """Lock a part's slot while the part is read, and then close it. Raises CorruptStoreError, ReadError."""
     try:
         await part.hold()
         yield part

@@ -93,10 +93,7 @@ class Saves:
         self._last = self._step = self._last + 1 if named is None else named
 
     def open(self, place: object, rank: int) -> None:
-        """Open an engine unless one is open that has not failed.
-
-        Raises GroupError if ``place`` is another writer's, and the errors of opening an engine.
-        """
+        """Open an engine unless one is open that has not failed. Raises GroupError, and the errors of opening one."""
         self._writing = True
         if (core := self._core) is not None and not _ended(core):
             return
@@ -185,10 +182,7 @@ _meetings: dict[int, Meeting] = {}
 
 
 def saves_of(root: str, config: EngineConfig, timeout: float) -> Saves:
-    """Return this process's :class:`Saves` for a root, made at the first call.
-
-    Raises ValueError if they were made with other settings.
-    """
+    """Return this process's :class:`Saves` for a root, made once; ValueError if that was with other settings."""
     settings = Settings(config, timeout)
     with _lock:
         saves = _saves.setdefault((os.getpid(), root), Saves(root, settings))
@@ -204,10 +198,7 @@ def forget(root: str) -> Saves | None:
 
 
 def place_for(root: str, world: int) -> SavePlace:
-    """Return the place of a save of ``world`` ranks: a TCP store that this process, DCP's coordinator, serves.
-
-    The first call starts it. One rank without a group needs none.
-    """
+    """Return the place of a save of ``world`` ranks: a TCP store that this process, DCP's coordinator, serves."""
     alone = world == 1 and not is_group_folder(root) and not (dist.is_initialized() and dist.get_world_size() == 1)
     if alone:
         return SavePlace(None, 1)

@@ -196,10 +196,7 @@ class PCcheckCallback(Callback):
         _around(loop, "setup_data", after=lambda: trainer._logger_connector._callback_metrics.update(self._shown))
 
     def _stop_again(self, trainer: Any, restored: Restored) -> bool:
-        """Set ``trainer.should_stop`` if the saved training had been stopped and no limit is larger now.
-
-        Returns whether nothing is trained therefore; logs that.
-        """
+        """Stop the training if it had been stopped before and no limit is larger now; return whether none follows."""
         if not (why := self._state["sizes"].told_to_stop()):
             return False
         trainer.should_stop = True
@@ -507,10 +504,7 @@ class _Sizes:
         return "" if raised else self._saved.get("stopped", "")
 
     def check(self, batches: int) -> None:
-        """Raise StateMismatchError if an epoch has another number of batches than in the saved run.
-
-        Warns of another size of accumulation windows. ``batches`` of the epoch were trained on before the checkpoint.
-        """
+        """Raise StateMismatchError if an epoch has another number of batches now; warn of other gradient windows."""
         saved, now = self._saved, self.state_dict()
         if saved.get("batches", now["batches"]) != now["batches"]:
             raise StateMismatchError(
@@ -586,10 +580,7 @@ def _frozen(trainer: Any) -> dict[str, list[str]]:
 
 
 def _replicated(model: Any) -> list[str]:
-    """Return globs over the paths of tensors that DistributedDataParallel keeps equal on all ranks; [] without it.
-
-    The state has the module and not its wrapper, so that one rank can restore it, too.
-    """
+    """Return globs over the paths of tensors that DistributedDataParallel keeps equal on all ranks; [] without it."""
     if not isinstance(model, DistributedDataParallel) or model.parameters_to_ignore:
         return []
     names = (paths.escape(name) for name, _ in model.module.named_parameters(remove_duplicate=False))

@@ -132,10 +132,7 @@ def _finish(engine: SyncCheckpointEngine, pending: PendingCheckpoint, store: Pat
 
 
 def put_in_place(store: Path, place: Path) -> None:
-    """Rename a closed store to its path, replacing a file or link there, and set the path's time to now.
-
-    Lightning looks for the path with the newest time if it is told ``"last"``.
-    """
+    """Rename a closed store to its path, and set the path's time to now, by which Lightning finds ``"last"``."""
     if store != place:
         try:
             os.rename(store, place)

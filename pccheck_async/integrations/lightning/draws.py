@@ -194,10 +194,7 @@ class _Cycled:
 
 
 def skip(loop: Any, epoch: int, batches: int, draws: Draws) -> None:
-    """Iterate over the loaders, which have no position of their own, to a number of batches in an epoch.
-
-    Raises StateMismatchError if they end before.
-    """
+    """Iterate over loaders without a position up to ``batches`` of an epoch. Raises StateMismatchError."""
     for loader in loop._combined_loader.flattened:
         _set_sampler_epoch(loader, epoch)
     again = draws.go_back(loop)

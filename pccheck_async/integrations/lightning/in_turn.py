@@ -20,10 +20,7 @@ class InTurn:
         self._error: Exception | None = None  # of a save; nothing is removed until it was raised
 
     def then(self, work: Callable[[], None], *, removes: bool = False) -> None:
-        """Queue work after that of earlier calls.
-
-        Work that ``removes`` is dropped if earlier work failed and the error was not raised yet.
-        """
+        """Queue work after that of earlier calls; if that failed, work that ``removes`` is dropped."""
         with self._changed:
             self._waiting.append((work, removes))
             if self._thread is None:
