@@ -604,7 +604,7 @@ class TrainingRun(TrainingHooks):
         write("last_not_saved", text, last.step, there, why, step=last.step, store=core.path)
 
     async def _is_saved(self, caller: Caller, counter: int, step: int) -> bool:
-        """Return whether the newest checkpoint, after ``counter`` and of ``step`` or later, succeeded; wait for it first."""
+        """Wait for the newest checkpoint; return whether it is after ``counter``, of ``step`` or later, and whole."""
         newest = self.core.in_flight.newest
         if newest is None or newest.counter <= counter or newest.step < step:
             return False
