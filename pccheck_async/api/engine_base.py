@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shared part of the engine's two facades: settings, and everything that is equal in async and blocking code."""
+"""The shared base class of the async and the blocking engine: settings, and methods that are the same in both."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ _VERBS: Final = {
     **dict.fromkeys(("latest_step", "last", "newest"), "latest.step"),
     **dict.fromkeys(("list", "steps", "all_steps", "list_checkpoints"), "checkpoints()"),
 }
-"""By names of methods of other libraries, what to write."""
+"""Calls to write instead, by the names of methods of other libraries: shown in the error for such a name."""
 
 
 class EngineBase:
-    """The shared part of :class:`pccheck_async.CheckpointEngine` and :class:`pccheck_async.SyncCheckpointEngine`."""
+    """The base class of :class:`pccheck_async.CheckpointEngine` and :class:`pccheck_async.SyncCheckpointEngine`."""
 
     @explained
     def __init__(
@@ -79,7 +79,7 @@ class EngineBase:
 
         Args:
             path: Folder of the store; created if it does not exist.
-            max_in_flight: Most checkpoints that are copied and written at a time (PCcheck's N); a further one waits.
+            max_in_flight: Most checkpoints that are copied and written at a time (PCcheck's N); see ``on_busy``.
             keep_last: How many of the newest committed checkpoints are kept. "all": nothing is dropped, until
                 :meth:`remove` drops it; a commit record names 64 checkpoints, so that :meth:`checkpoint` raises
                 StoreFullError, before it captures anything, if these exist or are in flight.
@@ -106,19 +106,19 @@ class EngineBase:
                 and when they are restored. Sparse and quantized tensors, and keys of such types, raise all the same.
             overwrite: Save any step without a :meth:`restore` first: a run begins anew over another, or its state is
                 newer than those of the store. By default such a step has to be larger than the newest that the store
-                holds. With a ``drain``: what is in the bucket, of another run than the disk's, is replaced.
+                holds. With a ``drain``: checkpoints in the bucket that are of another run than the disk's are replaced.
             on_busy: With ``max_in_flight`` checkpoints in flight, "wait" for one to end, or "skip" the new one.
-            on_error: "raise" a failure that was not awaited at the next call, or "warn" of it.
+            on_error: "raise" the failure of a checkpoint that was not awaited at the next call, or "warn" of it.
             group: The ranks that save together: a ``torch.distributed.ProcessGroup`` or a :class:`pccheck_async.Group`.
                 Every rank opens an engine on the same ``path``, which is then a group's folder, and calls all methods
                 alike. A checkpoint is complete on all ranks, or it is not there. Errors of one rank are
                 :class:`GroupError` on the others. None: one process. DTensors are saved as they lie on the ranks, boxes
                 of several ranks only once on each filesystem, and restored into any other layout and number of ranks.
-                :meth:`pccheck_async.Group.of` names plain tensors that are alike on all ranks.
+                With :meth:`pccheck_async.Group.of`, name plain tensors that are the same on all ranks.
             storage: How bytes get to the storage (:class:`pccheck_async.StorageOptions`).
-            memory: Keep the newest ones in memory, too (:class:`pccheck_async.MemoryTier`); on all ranks or none.
-            drain: Copy them to object storage, too (:class:`pccheck_async.Drain`), and restore from there on an empty
-                folder. For one process, not for groups.
+            memory: Keep the newest checkpoints in memory, too (:class:`pccheck_async.MemoryTier`); all ranks or none.
+            drain: Copy checkpoints to object storage, too (:class:`pccheck_async.Drain`), and restore from there if the
+                folder is empty. For one process, not for groups.
 
         Raises:
             ValueError: a setting is out of range.
@@ -170,12 +170,12 @@ class EngineBase:
         """Make every step of ``optimizers`` wait until captures of the tensors that it changes ended.
 
         From then on ``engine.step`` captures their parameters, and the tensors that they keep for each parameter, while
-        the next forward and backward run (CheckFreq, section 4.1). Code that changes these outside the optimizer's step
+        the next forward and backward run (CheckFreq, section 4.1). Code that changes them outside the optimizer's step
         (``param.copy_()``, ``load_state_dict``) must call :meth:`wait_captured` first. Code that reaches their memory
         through ``param.data``, ``.numpy()``, storages or DLPack waits by itself: these attributes of ``torch.Tensor``
         are shadowed until the engine is closed. Attaching one optimizer also attaches every other optimizer found in
-        the state of ``engine.step`` (in its values, and in dicts, lists and tuples among these). Of a trainer's wrapper
-        (Accelerate, Lightning, Fabric) the optimizer inside is attached.
+        the state of ``engine.step`` (in its values, and in dicts, lists and tuples among these). For a trainer's
+        wrapper (Accelerate, Lightning, Fabric) the wrapped optimizer is attached.
 
         Raises:
             TypeError: none is given, or one has no hooks around its step.
@@ -185,7 +185,7 @@ class EngineBase:
         self._training.attach(*optimizers)
 
     def on_preemption(self, *signals: int, deadline: float = 25.0) -> None:
-        """Save once more on a signal that ends the process, and exit within ``deadline`` seconds.
+        """Install signal handlers: on a signal, save once more and exit the process within ``deadline`` seconds.
 
         After such a signal the next context of :meth:`step` that ends well, outside a window of gradient accumulation,
         takes a checkpoint, regardless of the policy and ``on_busy``, and waits until it is durable. Then the signal
@@ -193,16 +193,16 @@ class EngineBase:
         (``KeyboardInterrupt`` for a SIGINT; after one that returns, the process goes on), otherwise
         ``SystemExit(128 + signum)`` is raised, so that ``finally`` blocks run. If no step ends in time, or if the
         signal comes again after more than a second, the process exits at once in the same way, from any code, and
-        nothing newer is saved. Code that does not use :meth:`step` looks at :attr:`preempted`. Of several engines, all
-        those that run steps save.
+        nothing newer is saved. Code that does not use :meth:`step` looks at :attr:`preempted`. If several engines of
+        the process watch the signal, all those that run steps save.
 
-        Closing the engine waits until the deadline at most, ends a preempted process, and puts handlers back.
-        Forked children get the previous handlers back, and ignore those of the signals that would end them then, except
-        SIGTERM and SIGINT: the death of a data loader's worker is an error in the trainer.
+        Closing the engine waits until the deadline at most, ends a preempted process, and puts handlers back. Forked
+        children get the previous handlers back. Signals without a previous handler, except SIGTERM and SIGINT, are
+        ignored in them, because the death of a data loader's worker is an error in the trainer.
 
         Args:
             signals: By default ``signal.SIGTERM``.
-            deadline: Seconds after the signal; less than the time until the SIGKILL (30 s on Kubernetes and SLURM).
+            deadline: Seconds from the signal to the exit; fewer than until the SIGKILL (30 s on Kubernetes and SLURM).
 
         Raises:
             RuntimeError: this is not the main thread.
@@ -213,7 +213,7 @@ class EngineBase:
 
     @property
     def preempted(self) -> bool:
-        """Whether one of the signals of :meth:`on_preemption` came: checkpoint, and leave the engine's context."""
+        """Whether one of the signals of :meth:`on_preemption` came: then checkpoint, and leave the engine's context."""
         return self._training.preemption.asked
 
     def space_needed(self, state: Mapping[str, Any] | None = None, *, nbytes: int | None = None) -> SpaceNeeded:
@@ -221,7 +221,7 @@ class EngineBase:
 
         Args:
             state: The state to be saved; only the size of its tensors matters.
-            nbytes: That size in bytes. Without either it is that of the newest checkpoint.
+            nbytes: Size of the state in bytes. Without this and ``state``: the size of the newest checkpoint.
 
         Raises:
             NoCheckpointError: neither ``state`` nor ``nbytes`` nor a checkpoint gives the size.
@@ -232,9 +232,10 @@ class EngineBase:
         return config.retention.space_needed(nbytes, config.max_in_flight, available)
 
     def on_event(self, hook: Hook) -> Callable[[], None]:
-        """Call ``hook`` with every event of :mod:`pccheck_async.telemetry.events` from now on, before or after opening.
+        """Call ``hook`` with every event of :mod:`pccheck_async.telemetry.events` from now on.
 
-        Hooks are called in order, one event after the other, on a thread of their own; they may use the engine. The
+        May be called before the engine is opened. All hooks are called on one thread of their own, one event after the
+        other, in order; they may use the engine. The
         first error of a hook is logged. While a hook is slow, up to 1024 events wait for it; further ones are dropped
         and counted (``statistics().events_dropped``). Closing the engine waits a second at most for waiting events.
 
@@ -245,16 +246,16 @@ class EngineBase:
         return self._core.stream.hooks.add(hook)
 
     def wait_captured(self) -> None:
-        """Block this thread until no capture reads the live state any more: it may be changed by any code now."""
+        """Block this thread until no capture reads the live state any more; then any code may change the state."""
         self._core.wait_captured()
 
     @property
     def latest(self) -> CheckpointInfo | None:
-        """The newest durable checkpoint that is not rejected: :meth:`restore` takes it while it is whole."""
+        """The newest durable checkpoint that is not rejected; None without one. :meth:`restore` takes it if whole."""
         return self._core.latest
 
     def checkpoints(self) -> list[CheckpointInfo]:
-        """Return the durable checkpoints, newest first; also those in memory alone (``CheckpointInfo.tiers``)."""
+        """Return the durable checkpoints and those in memory alone (``CheckpointInfo.tiers``), newest first."""
         return self._core.infos
 
     def statistics(self) -> EngineStatistics:
@@ -281,7 +282,7 @@ class EngineBase:
         budget_seconds: float,
         progress: Progress | None,
     ) -> Callable[[], Coroutine[Any, Any, Tuning]]:
-        """Return the function that measures for an engine like this one; call it after its checkpoints ended."""
+        """Return a coroutine function that tunes for an engine like this one; call it after all checkpoints ended."""
         self._core.check_alive()
         return partial(
             tune,
@@ -304,12 +305,12 @@ def _keywords() -> list[str]:
 
 
 def engine_settings(callee: str, settings: Mapping[str, Any], own: Iterable[str] = ()) -> dict[str, Any]:
-    """Return keyword arguments for an engine, in their new spelling (see :func:`.renamed`).
+    """Return keyword arguments for an engine, those of version 0.1 in their new spelling (see :func:`.renamed`).
 
     Args:
-        callee: The class that the user called, which hands them on.
+        callee: Name of the class that the user called, which passes the arguments on to an engine.
         settings: Keyword arguments.
-        own: Further ones that the callee has: they are suggested for a name that is not known.
+        own: Names of further arguments of the callee, to suggest where a name is unknown.
 
     Raises:
         TypeError: an engine has no such argument, or one is given in both spellings.
@@ -320,7 +321,7 @@ def engine_settings(callee: str, settings: Mapping[str, Any], own: Iterable[str]
 
 
 def _signature_of_new_keywords() -> Signature:
-    """Return the signature of the engines without the keywords of before, for ``help()`` and editors."""
+    """Return the engines' signature without the keywords of version 0.1, for ``help()`` and editors."""
     whole = signature(EngineBase.__init__)
     return whole.replace(parameters=[each for name, each in whole.parameters.items() if name != "old"])
 

@@ -48,7 +48,7 @@ def open_checkpoint(
     io: IO = "auto",
     tier: Tier | MemoryTier = "disk",
 ) -> OpenCheckpoint:
-    """Open a checkpoint for reading tensor by tensor. Works beside a writer, which leaves it alone until it is closed.
+    """Open a checkpoint for reading tensor by tensor. A writer may run meanwhile; it keeps this one until the close.
 
     Blocks while it reads; in a coroutine use :func:`pccheck_async.load`, or ``asyncio.to_thread``.
 
@@ -58,29 +58,29 @@ def open_checkpoint(
         step: The step to open; by default the newest checkpoint, or the next older one if its manifest is damaged
             (with a warning). A damaged tensor is found only when it is read.
         name: The name of the checkpoint, as given to ``checkpoint(name=...)``, instead of its step.
-        rank: Of a group: the rank whose part is opened. By default 0; tensors are compared then, and a warning names
-            those that are not the same on other ranks.
+        rank: The rank of a group whose part is opened. By default 0; tensors of all ranks are compared then, and a
+            warning names those that are not the same on other ranks.
         device: The device for tensors.
         allow_pickle: Unpickle values that were pickled by an engine with ``allow_pickle=True``. That runs code that the
             checkpoint names: give it only if you trust its writer. Without it reading such a value is refused.
-        host_memory: Most staging memory in bytes. Up to four chunks, and half of it, stay in memory between reads.
+        host_memory: Most staging memory in bytes. Up to four chunks, at most half of it, are cached between reads.
         io: As for :class:`pccheck_async.CheckpointEngine`.
-        tier: "memory": a checkpoint in the memory of this machine (:class:`pccheck_async.MemoryTier`; give the
-            engine's if it has a ``path``); of a group's the part of ``rank`` that is there. Its tensors are not copied:
-            they view the memory that training saved into, once a checksum of it held, and keep it, also when this is
-            closed; training takes other memory meanwhile. What you write into them is seen by this process alone, in
-            all that it takes from here.
-            On other devices they are copies.
+        tier: "memory": a checkpoint in the memory of this machine (give the engine's
+            :class:`pccheck_async.MemoryTier` if it has a ``path``), for a group the part of ``rank`` that is on this
+            machine. Tensors on the host are then not copied, but are views of the memory that training saved into,
+            verified by checksums. They keep that memory also after :meth:`OpenCheckpoint.close`; training takes other
+            memory meanwhile. Only this process sees writes into them, in every view that it takes from here. Tensors on
+            other devices are copies.
 
     Returns:
         The checkpoint; use it as a context manager, or close it. If you forget, it is closed with a ResourceWarning
         once neither it nor any state or tensor taken from it is referenced.
 
     Raises:
-        NoCheckpointError: there is none, or not the requested one, or it has no such ``rank``.
+        NoCheckpointError: there is no checkpoint, or not the requested one, or it has no such ``rank``.
         IncompleteCheckpointError: no checkpoint of the group has the parts of all ranks.
-        DamagedError: it is damaged, and there is no older one (or ``step`` or ``name`` was given).
-        CorruptStoreError: this version, or this torch, does not understand it.
+        DamagedError: the checkpoint is damaged, and there is no older one (or ``step`` or ``name`` was given).
+        CorruptStoreError: this version, or this torch, cannot read it.
         ReadError: the device failed.
         RuntimeError: torch has no such ``device``.
         StoreError: the folder in memory may be another user's.
@@ -98,7 +98,7 @@ def open_checkpoint(
 
 
 class Connection:
-    """A checkpoint in a place that is open and locked, and the loop that reads it."""
+    """A checkpoint that is opened and locked against the writer, and the event loop thread that reads it."""
 
     allow_pickle = False
     _payload: memoryview | None = None  # of a checkpoint in memory
@@ -152,10 +152,10 @@ class Connection:
         self._closed = False
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the loop that reads, and block until it ended.
+        """Run a coroutine on the reading event loop, block until it ended, and return its result.
 
         Raises:
-            ClosedError: this was closed, maybe by another thread meanwhile.
+            ClosedError: this connection was closed, maybe by another thread meanwhile.
         """
         try:
             self.check_open()
@@ -169,7 +169,7 @@ class Connection:
             raise
 
     def differing(self, among: Callable[[str], bool] = lambda _: True, *, is_needed: bool = True) -> list[str]:
-        """Return paths under which other ranks have different tensors; none if the caller named a rank.
+        """Return those paths ``among`` all under which other ranks have different tensors; none if a rank was named.
 
         Raises the errors of :meth:`CheckpointReader.differing`.
         """
@@ -178,7 +178,7 @@ class Connection:
         return self.call(self.checkpoint.differing(among, is_needed=is_needed))
 
     def check_open(self) -> None:
-        """Raise ClosedError if this was closed, or belongs to the parent of this process."""
+        """Raise ClosedError if this connection was closed, or belongs to the parent of this process."""
         if self._closed:
             raise ClosedError(f"the checkpoint of {self.path} was closed; open it again")
         if os.getpid() != self._pid:
@@ -186,17 +186,17 @@ class Connection:
 
     @property
     def is_view(self) -> bool:
-        """Whether arrays on the host view the memory that the checkpoint was saved into."""
+        """Whether arrays on the host are views of the memory that the checkpoint was saved into."""
         return self._payload is not None
 
     def summary(self) -> str:
-        """Return step, folder and state in words."""
+        """Return the step, the folder and whether this is closed, in words."""
         state = " of the parent process" if os.getpid() != self._pid else ", closed" if self._closed else ""
         where = "in memory, of" if self.is_view else "in"
         return f"step {self.entry.step} {where} {self.path!r}{state}"
 
     def close(self) -> None:
-        """Release the slot and end the threads. Idempotent."""
+        """End reads underway, unlock the checkpoint and stop the thread. Idempotent; does nothing in a forked child."""
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
@@ -208,7 +208,7 @@ class Connection:
             self._loop.stop()
 
     def rebuild(self, node: Node) -> Any:
-        """Read all that is below ``node`` and return the value."""
+        """Read everything below ``node`` and return its value. Unpickles pickled values if ``allow_pickle``."""
         refuse_boxes(node)
         pickled = partial(unpickle, device=self.device) if self.allow_pickle else refuse_pickled
         with without_modes():
@@ -218,16 +218,16 @@ class Connection:
             return rebuild(node, lambda index: allocation.array(index, self.device), pickled=pickled, composed=compose)
 
     def read(self, entry: TensorEntry) -> Array:
-        """Read the array of ``entry``, on any thread but the loop's."""
+        """Read the array of ``entry`` and block meanwhile; on any thread but the reading loop's."""
         return self.call(self.fetch(entry))
 
     async def fetch(self, entry: TensorEntry) -> Array:
-        """Read the array of ``entry``, on the loop that reads."""
+        """Read the array of ``entry``; on the reading loop."""
         allocation = await self._allocated(structs.replace(self.manifest, tensors=(entry,)), (0,))
         return allocation.array(0, self.device)
 
     async def _allocated(self, manifest: Manifest, wanted: Sequence[int]) -> Allocation:
-        """Return the memory of arrays, filled, or that of the slot itself; of that what they view was verified."""
+        """Return verified memory of the ``wanted`` arrays: new and filled by reads, or the tier's memory itself."""
         if self._payload is None:
             allocation = Allocation(manifest, wanted)
             await self.checkpoint.fill(Targets(allocation.targets()))
@@ -239,7 +239,7 @@ class Connection:
 
 
 def _let_go(loop: EngineLoop, place: Place, pid: int) -> None:
-    """Close a forgotten connection; on any thread (the garbage collector's), so without waiting."""
+    """Close a forgotten connection without waiting, and warn; runs on any thread (the garbage collector's)."""
     if os.getpid() != pid:
         return  # there the descriptors are closed, and nothing runs
     with suppress(ClosedError):
@@ -250,18 +250,18 @@ def _let_go(loop: EngineLoop, place: Place, pid: int) -> None:
 class StoredTensor:
     """A tensor or array in a checkpoint that was not read yet.
 
-    ``stored[3]`` and ``stored[10:20]`` read only the chunks that hold these items of the first dimension (in
-    checkpoints with tensors that lie on several ranks only the MiBs), and ``stored[10:20, :5]`` the same before the
-    other indices are applied; :meth:`read` reads all of it. It is a new tensor each time, never shared with other
-    leaves (:meth:`StoredState.load` keeps tied ones together).
+    ``stored[3]`` and ``stored[10:20]`` read only the chunks that hold these items of the first dimension (only the
+    MiBs, if the checkpoint has tensors that lie on several ranks). ``stored[10:20, :5]`` reads these items, too, and
+    then applies the other indices. :meth:`read` reads the whole tensor. Each read returns a new tensor, never shared
+    with other leaves (:meth:`StoredState.load` keeps tied tensors tied).
 
     Attributes:
         path: Name of the leaf in the state it was taken from.
         shape: Items per dimension.
-        dtype: Of torch; of numpy for an array.
+        dtype: The dtype of torch; that of numpy for an array.
         stride: Items from one to the next along each dimension, as stored.
-        nbytes: Of all items.
-        requires_grad: Whether it comes back with autograd switched on.
+        nbytes: Bytes of all items.
+        requires_grad: Whether the tensor that is read requires gradients.
         kind: "tensor", "parameter" or "ndarray".
     """
 
@@ -279,7 +279,7 @@ class StoredTensor:
         self.kind = entry.kind
 
     def read(self) -> Any:
-        """Read all of it: a tensor, a Parameter or an array.
+        """Read all items; return a tensor, a Parameter or an array.
 
         Raises:
             ClosedError: the checkpoint was closed.
@@ -289,7 +289,7 @@ class StoredTensor:
         return self._connection.read(self.entry)
 
     def __getitem__(self, index: Any) -> Any:
-        """Read some of it. Raises IndexError, TypeError, and the errors of :meth:`read`."""
+        """Read some items. Raises IndexError, TypeError, and the errors of :meth:`read`."""
         first, *rest = index if isinstance(index, tuple) and index else (index,)
         if not isinstance(first, (slice, int, np.integer)) or isinstance(first, bool):
             raise TypeError(f"a stored tensor takes a number or a slice first, not {first!r}; use read()[...] instead")
@@ -331,7 +331,7 @@ class StoredTensor:
 
 
 def rows(entry: TensorEntry, start: int, count: int, step: int = 1) -> TensorEntry:
-    """Return some items of the first dimension, every ``step``-th of them, as an array without autograd."""
+    """Return the entry of ``count`` items of the first dimension, every ``step``-th, that requires no gradients."""
     part = structs.replace(
         entry,
         shape=(count, *entry.shape[1:]),
@@ -350,8 +350,8 @@ class StoredState(Mapping[str, Any]):
     Iterating gives the paths in the order of the state, as PyTorch names parameters (``model.layers.0.weight``), and
     reads nothing; ``state[path]`` reads a tensor and returns a plain value at once. The path of a container or an
     object (``state["model"]``) gives that part of the state as a mapping of its own, and reads nothing either. If two
-    leaves would have one name, as in ``{"a": {"b": 1}, "a.b": 2}``, a dot inside a key is escaped in theirs (``a\.b``),
-    here and in a look-up; one of a name that is ambiguous raises KeyError (:mod:`pccheck_async.state.paths`).
+    leaves would have one name, as in ``{"a": {"b": 1}, "a.b": 2}``, dots inside their keys are escaped (``a\.b``), here
+    and in a look-up; looking up an ambiguous name raises KeyError (:mod:`pccheck_async.state.paths`).
     """
 
     def __init__(self, connection: Connection, node: Node, path: str = "") -> None:
@@ -365,7 +365,7 @@ class StoredState(Mapping[str, Any]):
 
     @cached_property
     def _nodes(self) -> dict[str, Node]:
-        """Everything below, containers too."""
+        """All nodes below this one, containers too, by path."""
         found: dict[str, Node] = {}
         waiting = [("", self._node)]
         while waiting:
@@ -377,7 +377,7 @@ class StoredState(Mapping[str, Any]):
 
     @cached_property
     def _unescaped(self) -> dict[str, str | None]:
-        """Paths by their names without escapes; None for a name of several."""
+        """Paths by their names without escapes; None for a name that several paths have."""
         found: dict[str, str | None] = {}
         for path in self._nodes:
             name = paths.plain(path)
@@ -386,7 +386,7 @@ class StoredState(Mapping[str, Any]):
 
     @cached_property
     def _names(self) -> dict[str, str]:
-        """Names, without escapes where that is unambiguous, by path."""
+        """Names by path, without escapes where that is unambiguous."""
         return dict(zip(self._nodes, paths.readable(self._nodes), strict=True))
 
     @cached_property
@@ -394,7 +394,7 @@ class StoredState(Mapping[str, Any]):
         return {self._names.get(path, path): node for path, node in self._leaves.items()}
 
     def node(self, path: str) -> Node:
-        """Return the manifest's node of a leaf or a part. Raises KeyError."""
+        """Return the manifest's node of a leaf, container or object. Raises KeyError."""
         return self._nodes[self._exact(path)]
 
     def _exact(self, path: str) -> str:
@@ -417,7 +417,7 @@ class StoredState(Mapping[str, Any]):
         return f"{path!r} is not in {where}the checkpoint of step {self._connection.entry.step}; {there}"
 
     def __getitem__(self, path: str) -> Any:
-        """Read a leaf, or return a part. Raises KeyError, ClosedError, CorruptStoreError, ReadError."""
+        """Read a leaf, or return a part unread. Raises KeyError, ClosedError, CorruptStoreError, ReadError."""
         self._connection.check_open()
         node = self.node(path)
         if isinstance(opened(node), ArrayNode):
@@ -431,7 +431,7 @@ class StoredState(Mapping[str, Any]):
 
         Raises:
             KeyError: there is no such path.
-            TypeError: it is no tensor or array.
+            TypeError: there is no tensor or array at the path.
             ClosedError: the checkpoint was closed.
         """
         self._connection.check_open()
@@ -447,7 +447,7 @@ class StoredState(Mapping[str, Any]):
         return {name: self.tensor(name) for name, node in self._leaf_names.items() if isinstance(node, ArrayNode)}
 
     def load(self) -> Any:
-        """Read all of this part and return it, like :func:`pccheck_async.load`: tied tensors stay tied.
+        """Read this whole state or part and return it, like :func:`pccheck_async.load`: tied tensors stay tied.
 
         Raises:
             ClosedError: the checkpoint was closed.
@@ -480,10 +480,10 @@ class StoredState(Mapping[str, Any]):
 
 
 class OpenCheckpoint(StoredState):
-    """The result of :func:`open_checkpoint`: a whole state, and the lock on it. May be used by several threads.
+    """The result of :func:`open_checkpoint`: a whole state, and the lock on its slot. May be used by several threads.
 
     Attributes:
-        info: Which checkpoint it is.
+        info: Step, name and the like of the checkpoint.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -492,11 +492,11 @@ class OpenCheckpoint(StoredState):
 
     @property
     def bytes_read(self) -> int:
-        """Bytes that were read from storage so far, manifests included, of all ranks' parts."""
+        """Bytes read from storage so far, of all ranks' parts, including manifests."""
         return self._connection.place.opened.medium.statistics().read.nbytes
 
     def close(self) -> None:
-        """Release the slot to the writer; nothing can be read any more. Idempotent."""
+        """Unlock the checkpoint's slot, so that the writer may reuse it; nothing can be read any more. Idempotent."""
         self._connection.close()
 
     def __enter__(self) -> Self:

@@ -46,23 +46,23 @@ async def load(
         step: The step to load; by default the newest checkpoint, or the next older one if that is damaged (with a
             warning).
         name: The name of the checkpoint, as given to ``checkpoint(name=...)``, instead of its step.
-        rank: Of a group: the rank whose part is loaded. By default 0; loaded tensors are compared then, and a
-            warning names those that are not the same on other ranks.
+        rank: The rank of a group whose part is loaded. By default 0; the loaded tensors are then compared with those of
+            the other ranks, and a warning names those that differ.
         keys: Paths of leaves, or of their containers, as in ``pccheck show`` and errors, or globs
             (``"model.*"``); only matches are read. If two leaves would have one name, a dot inside a key is escaped in
             their paths (:mod:`pccheck_async.state.paths`).
         device: The place for tensors: a device, or a dict or a function as for ``torch.load(map_location=)``. A
-            checkpoint does not record the devices of tensors, so all count as tensors of the "cpu": of a dict that
-            key is used, and a function gets each storage, on the host, with "cpu", and returns the storage to use, or
-            None for the same.
+            checkpoint does not record the devices of tensors, so all count as saved on "cpu": a dict is looked up with
+            the key "cpu", and a function is called with each storage (on the host) and "cpu", and returns the storage
+            to use, or None to use that one.
         allow_pickle: Unpickle values that were pickled by an engine with ``allow_pickle=True``. That runs code that the
             checkpoint names: give it only if you trust its writer. Without it such a checkpoint is refused.
         host_memory: Most staging memory in bytes.
         io: As for :class:`pccheck_async.CheckpointEngine`.
         progress: Called from another thread with the bytes done and all bytes, after each chunk that is read; must be
             quick.
-        tier: "memory": a checkpoint in the memory of this machine (:class:`pccheck_async.MemoryTier`; give the
-            engine's if it has a ``path``); of a group's the part of ``rank`` that is there.
+        tier: "memory": a checkpoint in the memory of this machine (give the engine's
+            :class:`pccheck_async.MemoryTier` if it has a ``path``), for a group the part of ``rank`` that is there.
 
     Returns:
         The app state as nested dicts, lists and values of the types that were saved; ``Stateful`` objects as their
@@ -71,12 +71,12 @@ async def load(
     Cancellation: ends once every read ended.
 
     Raises:
-        NoCheckpointError: there is none, or not the requested one, or it has no such ``rank``.
+        NoCheckpointError: there is no checkpoint, or not the requested one, or it has no such ``rank``.
         IncompleteCheckpointError: no checkpoint of the group has the parts of all ranks; or ``path`` is the folder of
             one rank, and a tensor lies on several.
-        DamagedError: it is damaged, and there is no older one (or ``step`` or ``name`` was given).
-        CorruptStoreError: this version, or this torch, does not understand it.
-        StateMismatchError: one of ``keys`` names nothing, or is ambiguous, the name of several leaves.
+        DamagedError: the checkpoint is damaged, and there is no older one (or ``step`` or ``name`` was given).
+        CorruptStoreError: this version, or this torch, cannot read it.
+        StateMismatchError: one of ``keys`` matches nothing, or is ambiguous, the name of several leaves.
         UnsupportedStateError: a value in it is pickled, and ``allow_pickle`` is not given, or unpickling fails.
         ReadError: the device failed.
         RuntimeError: torch has no such ``device``.
@@ -113,22 +113,22 @@ def load_sync(
         step: The step to load; by default the newest checkpoint, or the next older one if that is damaged (with a
             warning).
         name: The name of the checkpoint, as given to ``checkpoint(name=...)``, instead of its step.
-        rank: Of a group: the rank whose part is loaded. By default 0; loaded tensors are compared then, and a
-            warning names those that are not the same on other ranks.
+        rank: The rank of a group whose part is loaded. By default 0; the loaded tensors are then compared with those of
+            the other ranks, and a warning names those that differ.
         keys: Paths of leaves, or of their containers, as in ``pccheck show`` and errors, or globs
             (``"model.*"``); only matches are read. If two leaves would have one name, a dot inside a key is escaped in
             their paths (:mod:`pccheck_async.state.paths`).
         device: The place for tensors: a device, or a dict or a function as for ``torch.load(map_location=)``. A
-            checkpoint does not record the devices of tensors, so all count as tensors of the "cpu": of a dict that
-            key is used, and a function gets each storage, on the host, with "cpu", and returns the storage to use, or
-            None for the same.
+            checkpoint does not record the devices of tensors, so all count as saved on "cpu": a dict is looked up with
+            the key "cpu", and a function is called with each storage (on the host) and "cpu", and returns the storage
+            to use, or None to use that one.
         allow_pickle: Unpickle values that were pickled by an engine with ``allow_pickle=True``. That runs code that the
             checkpoint names: give it only if you trust its writer. Without it such a checkpoint is refused.
         host_memory: Most staging memory in bytes.
         io: As for :class:`pccheck_async.SyncCheckpointEngine`.
         progress: Called from another thread with the bytes done and all bytes, after each chunk; must be quick.
-        tier: "memory": a checkpoint in the memory of this machine (:class:`pccheck_async.MemoryTier`; give the
-            engine's if it has a ``path``); of a group's the part of ``rank`` that is there.
+        tier: "memory": a checkpoint in the memory of this machine (give the engine's
+            :class:`pccheck_async.MemoryTier` if it has a ``path``), for a group the part of ``rank`` that is there.
 
     Returns:
         The app state as nested dicts, lists and values of the types that were saved; ``Stateful`` objects as their
@@ -137,12 +137,12 @@ def load_sync(
     Interrupts: a KeyboardInterrupt is raised once every read ended.
 
     Raises:
-        NoCheckpointError: there is none, or not the requested one, or it has no such ``rank``.
+        NoCheckpointError: there is no checkpoint, or not the requested one, or it has no such ``rank``.
         IncompleteCheckpointError: no checkpoint of the group has the parts of all ranks; or ``path`` is the folder of
             one rank, and a tensor lies on several.
-        DamagedError: it is damaged, and there is no older one (or ``step`` or ``name`` was given).
-        CorruptStoreError: this version, or this torch, does not understand it.
-        StateMismatchError: one of ``keys`` names nothing, or is ambiguous, the name of several leaves.
+        DamagedError: the checkpoint is damaged, and there is no older one (or ``step`` or ``name`` was given).
+        CorruptStoreError: this version, or this torch, cannot read it.
+        StateMismatchError: one of ``keys`` matches nothing, or is ambiguous, the name of several leaves.
         UnsupportedStateError: a value in it is pickled, and ``allow_pickle`` is not given, or unpickling fails.
         ReadError: the device failed.
         RuntimeError: torch has no such ``device``.
@@ -158,8 +158,8 @@ def load_sync(
 def list_checkpoints(path: str | os.PathLike[str], *, io: IO = "python") -> list[CheckpointInfo]:
     """Return the committed checkpoints, newest first; ``[]`` if there is no (complete) store.
 
-    Of a group's folder, those that are complete: all ranks have their parts. Their bytes are those of all ranks.
-    Reads only commit records, on this thread, writes nothing, and works while a writer runs.
+    For a group's folder only complete checkpoints, of which all ranks have their parts, with the bytes of all ranks.
+    Reads only commit records, on this thread (if ``io`` is a name), writes nothing, and works while a writer runs.
 
     Raises:
         CorruptStoreError: there is a store, but no valid commit record.
@@ -189,7 +189,7 @@ async def _load(
     progress: ReadProgress | None,
     tier: Tier | MemoryTier,
 ) -> Restoration:
-    """Read a checkpoint into new memory. The caller makes the state of it, on its own thread."""
+    """Read a checkpoint into new memory. The caller then builds the state (``finish``), on its own thread."""
     async with await open_tier(path, check_read_tier(tier), io, host_memory, rank=rank) as place:
 
         async def read(checkpoint: CheckpointReader) -> Restoration:

@@ -24,7 +24,7 @@ __all__ = ["OldKeywords", "refuse_unknown", "renamed", "renamed_path"]
 
 
 class OldKeywords(TypedDict, total=False):
-    """The keywords of before, for type checkers."""
+    """The engine's keywords of version 0.1, for type checkers."""
 
     keep_every: int | None
     keep_best: tuple[str, int, Literal["min", "max"]] | None
@@ -60,19 +60,19 @@ _NEW: Final = {
     "replicated": ("group", "replicated"),
     "trusted_replicas": ("group", "trusted_replicas"),
 }
-"""By old keyword, the new one and the field of it."""
+"""By old keyword: the new keyword, and the field of its value."""
 
 
 def renamed(callee: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keyword arguments of an engine with the old ones in their new spelling; warn if there are any.
+    """Return keyword arguments of an engine with the old ones in their new spelling; DeprecationWarning if any is old.
 
     Args:
-        callee: The class that the user called.
-        settings: Keyword arguments; unknown ones stay as they are. So do those of a group if there is no ``group`` yet:
-            the engine gets them with the group.
+        callee: Name of the class that the user called.
+        settings: Keyword arguments; unknown ones stay as they are. Without a ``group`` among them, old keywords about
+            groups stay, too: they are renamed when the engine gets them with the group.
 
     Raises:
-        TypeError: an old keyword, and the field that takes its place, are both given.
+        TypeError: an old keyword, and the field that replaces it, are both given.
         ValueError: a value is out of range.
     """
     known = [name for name, (keyword, _) in _NEW.items() if keyword != "group" or "group" in settings]
@@ -101,16 +101,16 @@ def renamed(callee: str, settings: Mapping[str, Any]) -> dict[str, Any]:
 def renamed_path(
     callee: str, path: str | os.PathLike[str] | None, old: str, settings: Mapping[str, Any]
 ) -> tuple[str | os.PathLike[str], dict[str, Any]]:
-    """Return the argument ``path`` and the settings without its old name; warn if it was given by that.
+    """Return the argument ``path``, and the settings without its old name; DeprecationWarning if that was used.
 
     Args:
-        callee: The class that the user called.
-        path: Its first argument; None if it was not given.
-        old: The name that this had in version 0.1.
-        settings: Keyword arguments, which may have that name.
+        callee: Name of the class that the user called.
+        path: The first argument of the call; None if it was not given.
+        old: The name of this argument in version 0.1.
+        settings: Keyword arguments, perhaps with the old name among them.
 
     Raises:
-        TypeError: the path is not given, or twice.
+        TypeError: the path is not given, or given twice.
     """
     if old not in settings:
         if path is None:
@@ -136,17 +136,17 @@ def _spelled(keyword: str, fields: Mapping[str, Any]) -> str:
 
 
 def _code(value: object) -> str:
-    """Return the value as code, "..." for objects that have none."""
+    """Return the value as Python code, or "..." for values of other types than numbers, strings, lists and tuples."""
     return repr(value) if isinstance(value, str | int | float | list | tuple | None) else "..."
 
 
 def refuse_unknown(callee: str, names: Iterable[str], known: Iterable[str]) -> None:
-    """Raise TypeError if one of the names is no keyword, and none of before: Python's own would name another class.
+    """Raise TypeError if a name is no keyword of the callee, nor one of version 0.1: Python's error would not name it.
 
     Args:
-        callee: The class that the user called.
-        names: Keywords that it was given.
-        known: Keywords that it has.
+        callee: Name of the class that the user called.
+        names: Keywords that the callee was given.
+        known: Keywords that the callee has.
     """
     words = {one: one for one in known}
     unknown = [name for name in names if name not in words and name not in _NEW]

@@ -43,7 +43,7 @@ class SyncCheckpointEngine(EngineBase):
         Durability: opening an existing store writes nothing.
 
         Raises:
-            StoreLockedError: another writer has it.
+            StoreLockedError: another writer has locked it.
             CorruptStoreError: the folder holds no readable store.
             WriteError: the folder cannot be written.
         """
@@ -51,20 +51,22 @@ class SyncCheckpointEngine(EngineBase):
         return self
 
     def close(self, deadline: float | None = None) -> None:
-        """Wait until every checkpoint ended, then close the store; idempotent. Saves nothing more (see ``save_last``).
+        """Wait until every checkpoint ended, then close the store. Idempotent. The last step is not saved.
 
-        Several threads may call it: each returns when the engine is closed. If the deadline left checkpoints behind,
-        that is raised in all of them; the failure of one whose ``result()`` was not called is raised in one.
+        (Leaving the context saves it: ``save_last``.) Several threads may call this: each call returns when the engine
+        is closed. If checkpoints are unfinished at the deadline, every call raises; the failure of a checkpoint whose
+        ``result()`` was not called is raised by one call.
 
         Args:
-            deadline: Seconds after which to give up. Checkpoints still being written then are left behind, and named.
-                With a ``drain`` it also waits until the newest one is in the bucket, within the same time; the log says
-                what is left, and the next engine copies it.
+            deadline: Seconds after which to give up: checkpoints still being written are abandoned, and the error names
+                them. With a ``drain`` this also waits, within the same time, until the newest checkpoint is in the
+                bucket; the log names checkpoints that are not there, and the next engine copies them.
 
         Interrupts: a KeyboardInterrupt aborts the checkpoints in flight, and is raised when the engine is closed.
 
         Raises:
-            CheckpointError: a checkpoint failed and its ``result()`` was not called, or the deadline left some behind.
+            CheckpointError: a checkpoint failed and its ``result()`` was not called, or some were unfinished at the
+                deadline.
         """
         with self._training.ending():
             block_on(self._core, self._core.close, deadline)
@@ -83,17 +85,18 @@ class SyncCheckpointEngine(EngineBase):
 
     @explained
     def step(self, state: Mapping[str, Any], step: int, *, metadata: Metadata | None = None) -> StepContext:
-        """Return the context of one training step, which checkpoints after it when one is due (``interval``).
+        """Return the context manager of one training step; leaving it takes a checkpoint if one is due (``interval``).
 
         Inside a window of gradient accumulation the checkpoint is postponed to the window's end
         (:mod:`pccheck_async.training.accumulation`), by 64 contexts or ten minutes at most. With attached optimizers
-        the capture overlaps with the next step; a torn one is warned of, and not raised by a later call. If the body
-        raises, nothing is captured.
+        the capture overlaps with the next step; of a torn capture a warning is logged, and no later call raises it. If
+        the body raises, nothing is captured.
 
         Args:
             state: As for :meth:`checkpoint`.
             step: The number of this step.
-            metadata: As for :meth:`checkpoint`; the body may add to ``metadata`` of the :class:`TrainingStep` it gets.
+            metadata: As for :meth:`checkpoint`; the body may add to ``metadata`` of the :class:`TrainingStep` that
+                ``as`` gives it.
 
         Raises:
             CheckpointError: an earlier checkpoint failed and its ``result()`` was not called; and all errors of
@@ -114,26 +117,27 @@ class SyncCheckpointEngine(EngineBase):
         overlap: bool = False,
         tier: Tier = "disk",
     ) -> PendingCheckpoint:
-        """Capture ``state``; return when it is safe to mutate, while the bytes are still being written.
+        """Capture ``state``; return when the state may be changed again, while its bytes are still being written.
 
         ``state_dict()`` of every :class:`pccheck_async.Stateful` and all plain values are read on this thread. The
         state must not change until this returns. Tensors on CUDA devices are captured after the work queued on the
         current streams; join other streams first (``wait_stream``). Signal handlers must not call this, because they
         may have interrupted the engine itself (see :meth:`on_preemption`).
 
-        Gradients are not saved: call it after a step of the optimizer, not inside a window of gradient accumulation,
-        whose end :meth:`step` waits for and this does not.
+        Gradients are not saved: call this after a step of the optimizer, not inside a window of gradient accumulation.
+        (:meth:`step` waits for the end of such a window, and this does not.)
 
         Args:
             state: Names to Stateful objects (modules, optimizers, ...), tensors, arrays and plain values, nested at
                 will.
-            step: The user's number; by default the engine's counter.
-            metadata: Small facts (at most 512 bytes) that ``list_checkpoints`` shows without reading the checkpoint.
-            name: Of the checkpoint, such as "epoch=3": :func:`pccheck_async.load_sync`, :meth:`restore`, :meth:`remove`
-                and the command line find it by that. It counts into the 512 bytes of ``metadata``. Names of the
-                checkpoints in a store, and of those in flight, differ. In a group all ranks give the same.
-            replace: The record that commits it drops the checkpoint that has its ``name``, pinned or not: after a crash
-                either the one or the other is there.
+            step: The caller's number of the training step; by default the checkpoint's number in the store.
+            metadata: A few plain values (at most 512 bytes) that ``list_checkpoints`` shows without reading the
+                checkpoint.
+            name: Name of the checkpoint, such as "epoch=3", by which :func:`pccheck_async.load_sync`, :meth:`restore`,
+                :meth:`remove` and the command line find it. The name counts into the 512 bytes of ``metadata``. No two
+                checkpoints in a store, or in flight, have one name. In a group all ranks give the same.
+            replace: The commit of this checkpoint also drops the one that has its ``name`` now, pinned or not: after a
+                crash exactly one of the two is there.
             overlap: Return earlier. The tensors that attached optimizers train are captured while training goes on; the
                 next step of such an optimizer waits for the capture (on GPUs without blocking the host, if all copies
                 are queued there). Everything else is captured before this returns, except large tensors that were the
@@ -141,13 +145,13 @@ class SyncCheckpointEngine(EngineBase):
                 storage or DLPack waits by itself. Other code that changes one must call :meth:`wait_captured` first;
                 otherwise the checkpoint is torn. That is detected (TornCaptureError), except for writes through
                 references to memory that were taken before, compiled code and CUDA graphs (see ``check_captures``).
-            tier: "memory": save it in memory alone (``memory=MemoryTier(...)``); one for the disk is in memory, too.
-                Wait for that by ``pending.wait_reached("memory")``.
+            tier: "memory": save in memory alone (needs ``memory=MemoryTier(...)``). A checkpoint for the "disk" is
+                saved in memory, too, if there is such a tier; ``pending.wait_reached("memory")`` waits for that.
 
         Returns:
             The checkpoint in flight; its ``result()`` blocks until it is durable.
 
-        Interrupts: a KeyboardInterrupt before the capture ended aborts this checkpoint, and is raised once its
+        Interrupts: a KeyboardInterrupt before the capture ended aborts this checkpoint, and is raised once its I/O
         operations completed.
 
         Raises:
@@ -157,9 +161,9 @@ class SyncCheckpointEngine(EngineBase):
             ClosedError: the engine is not open, or belongs to a parent process.
             CheckpointError: this checkpoint failed during its capture, or an earlier one failed and its ``result()``
                 was not called.
-            ValueError: there is a checkpoint of this ``name`` already, or in flight. Or a run begins anew over another:
-                the newest checkpoint that the store was opened with has this ``step`` or a larger one, and this engine
-                has neither restored nor saved any (``overwrite``); nothing was captured.
+            ValueError: a checkpoint of this ``name`` exists already, or is in flight. Or a run would begin anew in the
+                store of another: the newest checkpoint that the store was opened with has this ``step`` or a larger
+                one, and this engine has neither restored nor saved any (``overwrite`` allows it). Nothing was captured.
             StoreFullError: with ``keep_last="all"``, 64 checkpoints are kept or in flight; nothing was captured.
         """
         pending, start = self._core.start_checkpoint(
@@ -200,28 +204,28 @@ class SyncCheckpointEngine(EngineBase):
         commit drops a checkpoint that was found damaged.
 
         Gradients (``.grad``) of the tensors, modules and optimizers that are restored become None, with a warning if
-        there were any: those of a step that was interrupted would be added to the next one's.
+        there were any: gradients of an interrupted step would be added to those of the next step.
 
         Args:
             state: Shaped like the state that was saved.
-            step: Restore this step instead (the newest checkpoint of it); damage then raises.
-            name: Restore the checkpoint with this name instead.
-            strict: False restores the leaves that both have. Leaves of the state alone stay as they are, those of the
-                checkpoint alone are not read; the result names both (``missing``, ``unexpected``). Modules load their
-                own state with the stored part in place; other objects get their saved state. These still raise: another
-                shape, dtype or type; an optimizer of other parameters (leave such an object out of ``state``); a module
-                or an optimizer of which the checkpoint has nothing, and an entry of ``state`` that both have with
-                nothing in common below; a model that only one of them has in a wrapper.
+            step: Restore the newest checkpoint of this step instead; if it is damaged, that raises.
+            name: Restore the checkpoint with this name instead; if it is damaged, that raises.
+            strict: False restores only leaves that are in both ``state`` and checkpoint. Leaves of ``state`` alone stay
+                as they are, leaves of the checkpoint alone are not read; the result names both (``missing``,
+                ``unexpected``). A module gets its own state with the stored leaves put into it; other objects get their
+                saved state. These still raise: another shape, dtype or type; an optimizer of other parameters (leave
+                such an object out of ``state``); a module or an optimizer of which the checkpoint has nothing; an entry
+                of both with no leaf in common; a model that is in a wrapper (DDP) in only one of them.
             dtype: A floating-point dtype: live tensors of this dtype also take stored ones of another floating-point
                 dtype, cast by ``copy_``, and so do the tensors that an optimizer keeps for such parameters. (Not if a
                 tensor lies on several ranks in another way than it was saved.) None: another dtype raises.
-            private: Of a group whose checkpoint is of another number of ranks: how to restore plain tensors that
-                differed by rank under one name. By default they are refused. "modulo": rank r restores those of rank r
-                modulo the old number. Globs over paths: "modulo" for these alone.
-            progress: Called on the engine's thread with the bytes done and all bytes, after each chunk (from 0 again if
-                a damaged checkpoint is passed over). It must be quick.
-            dry_run: Compare only: nothing is changed and no array is read, and the result has a restore's ``actions``
-                and the ``error`` that it would raise. In a group all ranks call it, and each gets its own.
+            private: How a group restores plain tensors that differed by rank under one name, if another number of ranks
+                saved the checkpoint. By default they are refused. "modulo": rank r restores those of rank r modulo the
+                old number of ranks. Globs over paths: "modulo" for these paths alone.
+            progress: Called on the engine's thread with the bytes done and all bytes, after each chunk that is read
+                (from 0 again after a damaged checkpoint). It must be quick.
+            dry_run: Only compare: nothing is changed and no array is read. The result has the ``actions`` of a restore,
+                and the ``error`` that it would raise. In a group all ranks call it, and each gets its own result.
 
         Returns:
             The restored checkpoint; None if the store is empty.
@@ -229,17 +233,17 @@ class SyncCheckpointEngine(EngineBase):
         Interrupts: a KeyboardInterrupt is raised once every read ended; ``state`` may then hold a mixture.
 
         Raises:
-            StateMismatchError: leaves differ, or it is of another number of ranks, which had different tensors under
-                one name (see ``private``); nothing was changed (a note names a damaged one tried before). Modules with
-                hooks before ``load_state_dict``, or a ``_load_from_state_dict`` of their own, decide themselves which
-                leaves fit below them: their errors come after other things were changed.
+            StateMismatchError: leaves differ, or another number of ranks saved the checkpoint, with different tensors
+                under one name (see ``private``); nothing was changed. (A note names a damaged checkpoint tried before.)
+                But modules with hooks before ``load_state_dict``, or a ``_load_from_state_dict`` of their own, decide
+                themselves which leaves fit below them: their errors come after other objects were changed.
             UnsupportedStateError: ``state`` is no mapping from names, or has the ``state_dict()`` of an object in the
                 object's place, so that the object would get nothing; names the path. Or as for :meth:`checkpoint`.
             DamagedError: no checkpoint is whole; ``state`` may hold a mixture.
-            CorruptStoreError: this version, or this torch, does not understand it; nothing is dropped.
+            CorruptStoreError: this version, or this torch, cannot read the checkpoint; nothing is dropped.
             Exception: the error of a ``load_state_dict``, with a note that names the object.
-            NoCheckpointError: there is none of ``step``, or with this ``name``.
-            StoreError: all, or all of this step or name, are rejected (:meth:`reject`).
+            NoCheckpointError: no checkpoint has this ``step`` or ``name``.
+            StoreError: all checkpoints, or all of this step or name, are rejected (:meth:`reject`).
             ReadError: the device failed, and there is nothing older to fall back to.
             CheckpointError: an earlier checkpoint failed and its ``result()`` was not called; nothing was read.
         """
@@ -253,20 +257,20 @@ class SyncCheckpointEngine(EngineBase):
     def pin(self, *, step: int | None = None, name: str | None = None) -> CheckpointInfo:
         """Keep a checkpoint until :meth:`unpin`, even if ``keep_last`` or a rule would drop it.
 
-        One that is in flight is waited for first. In a group all ranks call this alike.
+        If it is in flight, this waits for it first. In a group all ranks call this alike.
 
         Args:
-            step: The newest checkpoint of this step, or give
-            name: a name.
+            step: Pin the newest checkpoint of this step. (Give either this or ``name``.)
+            name: Pin the checkpoint with this name.
 
         Durability: when this returns the pin survives power loss; engines that open the store later respect it.
 
         Interrupts: a KeyboardInterrupt is raised once the record is written.
 
         Raises:
-            NoCheckpointError: there is none of this step, or with this name.
+            NoCheckpointError: no checkpoint has this step or name.
             StoreFullError: too many are pinned; a commit record names 64.
-            StoreFailedError: a flush or a record failed, now or before: nothing more is committed.
+            StoreFailedError: a flush or the write of a record failed, now or before: nothing more is committed.
             TypeError: neither ``step`` nor ``name`` is given.
             ValueError: both are given.
         """
@@ -274,22 +278,22 @@ class SyncCheckpointEngine(EngineBase):
 
     @formerly("step", after=1)
     def unpin(self, *, step: int | None = None, name: str | None = None) -> CheckpointInfo:
-        """End :meth:`pin`, of all checkpoints of a step: the next commit drops those that no rule keeps.
+        """Undo :meth:`pin`: the next commit drops the checkpoint unless a rule keeps it.
 
         Args:
-            step: A step, or give
-            name: a name.
+            step: Unpin all checkpoints of this step. (Give either this or ``name``.)
+            name: Unpin the checkpoint with this name.
 
         Returns:
-            The newest of them.
+            The newest checkpoint that was unpinned.
 
         Durability: when this returns the change survives power loss.
 
         Interrupts: a KeyboardInterrupt is raised once the record is written.
 
         Raises:
-            NoCheckpointError: there is none of this step, or with this name.
-            StoreFailedError: a flush or a record failed, now or before: nothing more is committed.
+            NoCheckpointError: no checkpoint has this step or name.
+            StoreFailedError: a flush or the write of a record failed, now or before: nothing more is committed.
             TypeError: neither ``step`` nor ``name`` is given.
             ValueError: both are given.
         """
@@ -299,26 +303,26 @@ class SyncCheckpointEngine(EngineBase):
     def remove(self, *, step: int | None = None, name: str | None = None, force: bool = False) -> list[CheckpointInfo]:
         """Remove the checkpoint called ``name``, or every one of ``step``, pinned or not, in one commit.
 
-        Those of them that are in flight are waited for first. If none would be left, all that are in flight are waited
-        for: save the next one, then remove the last one. In a group all ranks call this alike.
+        If some of them are in flight, this waits for those first; if no other checkpoint is committed, it waits for all
+        that are in flight (so the next one may be saved just before this call). In a group all ranks call this alike.
 
         Args:
-            step: A step, or give
-            name: a name.
+            step: Remove all checkpoints of this step. (Give either this or ``name``.)
+            name: Remove the checkpoint with this name.
             force: Remove them even if no checkpoint is left then.
 
         Returns:
             The removed checkpoints, newest first.
 
         Durability: when this returns they are gone also after a power failure. A crash before that leaves all of them,
-        or none. (In a group, one that a crash left on some ranks alone is not complete any more, and not restored.)
+        or none. (In a group, a checkpoint that a crash left on some ranks alone is incomplete, and not restored.)
 
         Interrupts: a KeyboardInterrupt is raised once the record is written.
 
         Raises:
-            NoCheckpointError: there is none of this step, or with this name.
+            NoCheckpointError: no checkpoint has this step or name.
             StoreError: no checkpoint would be left that is not rejected; nothing was removed.
-            StoreFailedError: a flush or a record failed, now or before: nothing more is committed.
+            StoreFailedError: a flush or the write of a record failed, now or before: nothing more is committed.
             TypeError: neither ``step`` nor ``name`` is given.
             ValueError: both are given.
         """
@@ -328,29 +332,29 @@ class SyncCheckpointEngine(EngineBase):
     def reject(self, *, step: int | None = None, name: str | None = None) -> list[CheckpointInfo]:
         """Reject a checkpoint and every newer one, as after a run diverged: :meth:`restore` passes them over.
 
-        Rejected are all checkpoints of the step (that of the one called ``name``) and of larger steps, and those that
-        were saved after the newest one of ``step``, or after the one called ``name``. Those of them in flight are
-        dropped (``superseded``). Rejected ones count for no rule (``keep_last`` and its like): the next commit drops
-        those that are not pinned. This cannot be taken back; :func:`pccheck_async.load_sync` with ``step=`` still reads
-        one that is there. Checkpoints saved after this call are not rejected: call :meth:`restore` first. The step of
-        :meth:`step` that this is called in, and the last one before, are not saved. In a group all ranks call this
-        alike.
+        All checkpoints of ``step`` (or of the step of the one called ``name``) and of larger steps are rejected, and
+        all that were saved after the newest one of ``step``, or after the one called ``name``. Those in flight are
+        dropped (``superseded``). No rule (``keep_last`` and the like) keeps a rejected checkpoint: the next commit
+        drops those that are not pinned. Rejecting cannot be undone; :func:`pccheck_async.load_sync` with ``step=``
+        still reads a rejected checkpoint until it is dropped. Checkpoints saved after this call are not rejected: call
+        :meth:`restore` first. The step of :meth:`step` that this is called in, and the last step before, are not saved.
+        In a group all ranks call this alike.
 
         Args:
-            step: The first bad step, or give
-            name: the name of the first bad checkpoint.
+            step: The first bad step. (Give either this or ``name``.)
+            name: Name of the first bad checkpoint.
 
         Returns:
-            The committed ones that were rejected, newest first.
+            The committed checkpoints that were rejected, newest first.
 
-        Durability: when this returns they are passed over also after a power failure, on all ranks.
+        Durability: when this returns they stay rejected also after a power failure, on all ranks.
 
         Interrupts: a KeyboardInterrupt is raised once the record is written.
 
         Raises:
-            NoCheckpointError: there is none from ``step`` on, or with this name, that is not rejected.
+            NoCheckpointError: no checkpoint from ``step`` on, or with this name, is left that is not rejected.
             StoreError: no committed checkpoint would be left to restore; nothing was rejected.
-            StoreFailedError: a flush or a record failed, now or before: nothing more is committed.
+            StoreFailedError: a flush or the write of a record failed, now or before: nothing more is committed.
             TypeError: neither ``step`` nor ``name`` is given.
             ValueError: both are given.
         """
@@ -360,7 +364,7 @@ class SyncCheckpointEngine(EngineBase):
         """Block until every checkpoint admitted so far ended.
 
         Raises:
-            CheckpointError: one failed and its ``result()`` was not called.
+            CheckpointError: a checkpoint failed and its ``result()`` was not called.
         """
         block_on(self._core, self._core.drain)
 
@@ -377,21 +381,21 @@ class SyncCheckpointEngine(EngineBase):
 
         Chooses the smallest ``max_in_flight``, then the smallest ``writers``, then the smallest ``chunk_bytes`` that
         are as fast as the best, and ``host_memory``, within disk, memory and cores (PCcheck, section 3.4). This
-        engine's ``keep_last`` counts, and its ``host_memory`` is the budget. Sample checkpoints are saved into a folder
-        inside the store's, about as many as the disk takes in ``budget_seconds``; the store's checkpoints are not
-        touched. Do not train meanwhile: other work of the machine is measured, too.
+        engine's ``keep_last`` and ``keep`` count, and its ``host_memory`` is the budget. Sample checkpoints are saved
+        into a folder inside the store's, about as many as the disk takes in ``budget_seconds``; the store's checkpoints
+        are not touched. Do not train meanwhile: other work of the machine is measured, too.
 
         Args:
             state: The state to be saved; only its size matters.
-            nbytes: That size in bytes. Without either it is that of the newest checkpoint.
-            step_seconds: Time of a training step; then the result has an interval for checkpoints.
-            budget_seconds: About how long to measure; a slow device needs more.
+            nbytes: Size of the state in bytes. Without this and ``state``: the size of the newest checkpoint.
+            step_seconds: Seconds of a training step; with it the result also has an interval for checkpoints.
+            budget_seconds: About how many seconds to measure; a slow device needs more.
             progress: Called from another thread with the part done (0 to 1) and a text on the current measurement.
 
         Returns:
             ``SyncCheckpointEngine(path, **tuning.settings)`` takes the settings; ``tuning.write(path)`` keeps them.
 
-        Interrupts: a KeyboardInterrupt is raised once every operation ended and the sample's folder is gone.
+        Interrupts: a KeyboardInterrupt is raised once every operation ended and the folder of the samples is removed.
 
         Raises:
             InfeasibleError: nothing fits; names the missing resource.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``pccheck bench``: ways of saving a checkpoint, compared on the user's own disk, beside the disk's own speed.
+"""``pccheck bench``: compares ways of saving a checkpoint, and the disk's own speed, on the user's disk.
 
 May import every other room but the command line. The papers' figures are no part of it: ``examples/paper``.
 """

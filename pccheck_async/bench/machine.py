@@ -18,7 +18,7 @@ __all__ = ["BenchPlace", "busy_seconds", "survey"]
 
 @dataclass(frozen=True, slots=True)
 class BenchPlace:
-    """The machine, its available memory at that time, and the filesystem with its support for direct I/O."""
+    """Facts about the machine, its available memory, and the filesystem and its support for direct I/O, as text."""
 
     machine: str
     memory_bytes: int

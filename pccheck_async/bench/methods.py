@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ways of saving that ``pccheck bench`` compares, each used as documented, behind three verbs.
+"""The methods of saving that ``pccheck bench`` compares, each used as documented: save, load, close.
 
 A save ends when it would survive a power failure. Files that a method does not flush itself (:func:`flush_dcp`) are
-flushed here, and the flush counts as its time.
+flushed here, and that time is counted as the method's.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class UnknownMethodError(ValueError):
 
 
 class Method(abc.ABC):
-    """A way of saving that keeps its newest checkpoint in a folder of its own, which does not exist yet."""
+    """A method of saving that keeps its newest checkpoint in ``folder``, which must not exist and is created."""
 
     name: ClassVar[str]
     package: ClassVar[str] = ""
-    """The package that has to be installed beside torch."""
+    """Package that must be installed in addition to torch; "" for none."""
     least_torch: ClassVar[tuple[int, int]] = (2, 4)
     copies: ClassVar[int] = 2
-    """Checkpoints that it has on the disk at once, at most."""
+    """Most checkpoints that the method has on the disk at once."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir()
@@ -57,14 +57,14 @@ class Method(abc.ABC):
 
     @abc.abstractmethod
     def save(self, tensors: Tensors, step: int) -> Callable[[], object]:
-        """Start to save. On return the tensors may be changed; the result blocks until the save is durable."""
+        """Start to save; on return the tensors may be changed. Calling the result blocks until the save is durable."""
 
     @abc.abstractmethod
     def load(self, into: Tensors) -> int:
-        """Fill tensors of the same names and shapes with the newest checkpoint, in place, and return its step."""
+        """Fill tensors of the same names and shapes from the newest checkpoint, in place; return the step of that."""
 
     def remove_older(self) -> None:
-        """Delete all but the newest checkpoint; not timed. A method that writes over its files has nothing to do."""
+        """Delete all folders of checkpoints but the newest one's; not timed."""
         for path in self._folders()[:-1]:
             shutil.rmtree(path)
 
@@ -96,7 +96,7 @@ class PCcheck(Method):
         return info.step
 
     def free_slot(self) -> Path:
-        """Return a slot file that no durable checkpoint uses: the engine writes the next checkpoint over it."""
+        """Return a slot file that no durable checkpoint uses, and that a later one will be written into."""
         return slot_file(self.folder, committed=False)
 
     def close(self) -> None:
@@ -104,11 +104,11 @@ class PCcheck(Method):
 
 
 class _OneFile(Method):
-    """A new file, fsync, rename over the old one, fsync of the folder; training waits for all."""
+    """Writes a new file, fsync, renames it over the old one, fsync of the folder; training waits for all of that."""
 
     @property
     def file(self) -> Path:
-        """Mapped to load, and copied out of."""
+        """The file of the checkpoint; it is loaded by mapping it and copying out of it."""
         return self.folder / "checkpoint.pt"
 
     def save(self, tensors: Tensors, step: int) -> Callable[[], object]:
@@ -158,7 +158,7 @@ class Safetensors(_OneFile):
 
 
 class Dcp(Method):
-    """``torch.distributed.checkpoint.save`` with two writer threads; training waits for all."""
+    """``torch.distributed.checkpoint.save`` with two writer threads; training waits until the save is durable."""
 
     name = "dcp"
     least_torch = (2, 7)  # dcp.save(no_dist=True)
@@ -186,7 +186,7 @@ class Dcp(Method):
 
 
 class DcpAsync(Dcp):
-    """``dcp.async_save`` with a stager that keeps its memory: the call returns when the state is staged."""
+    """``dcp.async_save`` with a stager that reuses its memory: the call returns when the state is staged."""
 
     name = "dcp-async"
     least_torch = (2, 9)  # DefaultStager
@@ -226,14 +226,14 @@ class DcpAsync(Dcp):
 
 
 METHODS: dict[str, type[Method]] = {kind.name: kind for kind in (PCcheck, TorchSave, Safetensors, Dcp, DcpAsync)}
-"""Every method by its name, whether it can run here or not."""
+"""All methods by name, also those that cannot run here."""
 
 
 def find_methods(names: Sequence[str]) -> list[type[Method]]:
-    """Return the methods of these names, each once, ``pccheck`` first; of no names all that can run here.
+    """Return the methods of these names, each once, and ``pccheck`` first; without names all that can run here.
 
     Raises:
-        UnknownMethodError: a name that there is not, with the nearest ones, or a method that cannot run here.
+        UnknownMethodError: a name is unknown (the message suggests the nearest), or the method cannot run here.
     """
     if not names:
         return [kind for kind in METHODS.values() if kind.why_not() is None]
@@ -250,7 +250,7 @@ def find_methods(names: Sequence[str]) -> list[type[Method]]:
 def flush_dcp(checkpoint: Path) -> None:
     """Flush the files that DCP's ``FileSystemWriter`` does not (in torch 2.13 even with ``sync_files=True``).
 
-    A power failure could take any of them, and the checkpoint with them.
+    Otherwise a power failure could destroy any of them, and so the checkpoint.
     """
     sync(checkpoint / ".metadata")  # DCP calls fsync before Python's buffer is written: at times all of it
     sync(checkpoint)  # the names of the ranks' files, and the rename to `.metadata`

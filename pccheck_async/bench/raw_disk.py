@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The raw limit of a disk: O_DIRECT transfers of an existing file by several threads, the flush included.
+"""Measures the raw limit of a disk: O_DIRECT transfers of an existing file by several threads, the flush included.
 
-The buffer is as large as the transfer, because a state does not fit into a processor's cache either, and lies in huge
-pages, because requests with fewer pages are part of a disk's speed.
+The buffer is as large as the transfer, because a state does not fit into a processor's cache either. It is in huge
+pages, because a disk is faster for requests with fewer pages.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ __all__ = ["RawDisk", "RawLimit", "Way", "between", "slot_file", "ways"]
 
 MIB = 1 << 20
 _KEEP_AFTER, _KEEP = 2, 3
-"""After two rounds only the three fastest ways are measured any more."""
+"""Rounds after which only the fastest ways are measured any more, and the number of these."""
 
 
 class Way(NamedTuple):
-    """One way of keeping a disk busy: a number of threads, each with one transfer of ``block`` bytes at a time."""
+    """A way of transfer: ``streams`` threads, each with one transfer of ``block`` bytes at a time."""
 
     name: str
     streams: int
@@ -35,12 +35,12 @@ class Way(NamedTuple):
 
 
 def ways() -> list[Way]:
-    """1, 2 and 4 streams of 4 MiB each, and 4 of 8 MiB."""
+    """Return the ways that are measured: 1, 2 and 4 threads with blocks of 4 MiB, and 4 with blocks of 8 MiB."""
     return [Way(f"{n} threads of {b} MiB", n, b * MIB) for n, b in ((1, 4), (2, 4), (4, 4), (4, 8))]
 
 
 def slot_file(store: Path, *, committed: bool) -> Path:
-    """Return the slot file that the newest commit record of a store names, or the first one that it does not name."""
+    """Return the first slot file of a store that its newest record names, or (not ``committed``) that it does not."""
     identity = decode_identity((store / IDENTITY_NAME).read_bytes())
     record = newest_record((store / COMMIT_NAME).read_bytes(), identity.id_bytes)
     if record is None:
@@ -50,10 +50,10 @@ def slot_file(store: Path, *, committed: bool) -> Path:
 
 
 class RawDisk:
-    """A buffer of ``nbytes`` that is written to and read from files that exist already.
+    """A buffer of ``nbytes`` that is written to, or read from, files that exist already.
 
-    The files are an engine's own slots, so that both write the same blocks of the same device: on a virtual disk the
-    speed depends on where the blocks lie, by a third on some machines.
+    The files are an engine's slots, so that engine and raw measurement use the same blocks of the device: on a virtual
+    disk the speed depends on where the blocks are, by a third on some machines.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -63,7 +63,7 @@ class RawDisk:
             self.view[start : start + 8] = os.urandom(8)
 
     def seconds(self, path: Path, way: Way, *, write: bool) -> float:
-        """Overwrite the file's first bytes and flush, or read them. A slot that is written is one no record names."""
+        """Return the seconds to overwrite the file's first bytes (give an unused slot) and flush, or to read them."""
         fd = os.open(path, (os.O_RDWR if write else os.O_RDONLY) | os.O_DIRECT)
         offsets = range(0, self.nbytes, way.block)
         pieces = [(offset, self.view[offset : offset + way.block]) for offset in offsets]
@@ -78,11 +78,11 @@ class RawDisk:
 
 
 def between(paths: Sequence[Path], seconds: Sequence[float], *, written: bool) -> list[float]:
-    """Return the limit that holds between each two rounds: the disk was measured before and after it.
+    """Return the limit in seconds for each gap between two rounds of raw measurements, in which a method ran.
 
-    The limit is the mean of two rounds on the same file, one before and one after, where both exist: the slots of an
-    engine take turns and are not equally fast. A save between two rounds has ``written`` the file of the round before
-    it; a load read that of the round after it.
+    The limit is the mean of two rounds on the file that the method used, the nearest before and the nearest after the
+    gap, if both exist: the slots of an engine take turns and are not equally fast. A save (``written``) used the file
+    of the round before the gap, a load the file of the round after it.
     """
 
     def beside(after: int) -> Iterator[float]:
@@ -94,9 +94,9 @@ def between(paths: Sequence[Path], seconds: Sequence[float], *, written: bool) -
 
 
 class RawLimit:
-    """The limit of a disk, measured round by round in every way.
+    """The limit of a disk, measured round by round with every :class:`Way`.
 
-    Reported is the way with the smallest median of all rounds: the fastest of many noisy samples would be a lucky one.
+    The way with the smallest median over all rounds is reported: the fastest single sample would be fast by chance.
     """
 
     def __init__(self, disk: RawDisk, *, write: bool) -> None:
@@ -115,14 +115,14 @@ class RawLimit:
 
     @property
     def way(self) -> Way:
-        """The fastest one so far."""
+        """The way with the smallest median so far."""
         return self._best()[0]
 
     def _best(self) -> list[Way]:
         return sorted(self._seconds, key=lambda way: statistics.median(self._seconds[way]))
 
     def between(self) -> list[float]:
-        """Return the limit in seconds between each two rounds: one less than there were rounds."""
+        """Return the limit in seconds for each gap between two rounds, one fewer than rounds (see :func:`between`)."""
         return between(self._paths, self._seconds[self.way], written=self._write)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The measurements, as a table, as JSON, and as a picture."""
+"""Shows the measurements as a table, as JSON, or as a picture."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _FIGURES = ("stall", "durable", "processor", "load")
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return the lower quartile, the median and the upper quartile; of one value that value three times."""
+    """Return the lower quartile, the median and the upper quartile; a single value is returned three times."""
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
     return low, middle, high
 
 
 def ratio(outcome: Outcome, baseline: Outcome, figure: str) -> float | None:
-    """Return the median of the ratios round by round: a disturbance in one round affects both values of the ratio.
+    """Return the median over rounds of ``outcome`` divided by ``baseline``: a disturbed round affects both values.
 
-    None if the two did not measure the same rounds, or a round of the baseline took no time that can be measured.
+    None if the two have other numbers of rounds, or the baseline is 0 in one.
     """
     pairs = list(zip(outcome.values(figure), baseline.values(figure), strict=False))
     if len(outcome.samples) != len(baseline.samples) or not pairs or min(one for _, one in pairs) <= 0:
@@ -41,7 +41,7 @@ def ratio(outcome: Outcome, baseline: Outcome, figure: str) -> float | None:
 
 
 def table(found: RoundComparison) -> Table:
-    """Return medians with quartiles, the method that is durable first on top, and the disk's own limit below."""
+    """Return a table of medians with quartiles, the fastest to be durable first, the disk's own limit last."""
     shown = Table(box=SIMPLE, pad_edge=False)
     shown.add_column("method", no_wrap=True)
     for heading in ("call returns, ms", "durable, ms", "GB/s", "x pccheck", "load, ms", "processor, s/GiB"):
@@ -65,12 +65,12 @@ def table(found: RoundComparison) -> Table:
 
 
 def _processor(seconds: float, nbytes: int) -> str:
-    """Return seconds per GiB; the system counts in hundredths of a second, so a few of them say nothing."""
+    """Return processor seconds per GiB; "too short" for less than a few hundredths, the unit in which Linux counts."""
     return f"{seconds * (1 << 30) / nbytes:.2f}" if seconds >= _FEW_TICKS else "too short"
 
 
 def as_json(found: RoundComparison) -> str:
-    """Return everything as JSON: every sample, medians, quartiles, ratios; times in seconds. Has no Infinity or NaN."""
+    """Return all samples, medians, quartiles and ratios as JSON, times in seconds, without Infinity and NaN."""
     methods = [
         {"method": outcome.method, "problem": outcome.problem or None}
         | {figure: _summary(outcome.values(figure)) for figure in _FIGURES}
@@ -88,7 +88,7 @@ def as_json(found: RoundComparison) -> str:
 
 
 def draw(found: RoundComparison, path: Path) -> None:
-    """Draw medians and quartiles of stall and of time to durable, side by side; needs matplotlib."""
+    """Draw medians and quartiles of the stall and of the time to durability into a file; needs matplotlib."""
     from matplotlib.figure import Figure
 
     measured = [outcome for outcome in found.outcomes if not outcome.problem]
@@ -126,7 +126,7 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def _digits(value: float) -> str:
-    """Three significant digits, and all of those before the point."""
+    """Return a number with three significant digits, but with all digits before the decimal point."""
     places = 2 - math.floor(math.log10(value)) if value > 0 else 0
     return f"{value:.{max(0, min(places, 4))}f}"
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure ways of saving on one disk: the same tensors and clock, by turns, in a new random order every round.
+"""Measures methods of saving on one disk, with the same tensors, in turns, in a new random order every round.
 
-Before each save every element of every tensor changes, and nothing is left in the page cache to be written. After each
-save its files are dropped from the page cache, loaded into other tensors, and compared bit by bit. Around the rounds
-the disk itself is measured, by O_DIRECT writes to a slot of the engine that no checkpoint uses: the same blocks.
+Before each save every element of every tensor is changed, and the page cache is flushed. After each save the files are
+dropped from the page cache, loaded into other tensors, and compared bit by bit. Before and after each round the disk
+itself is measured, by O_DIRECT writes to a slot of the engine that no checkpoint uses, and so to the same blocks.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ __all__ = ["LEAST_BYTES", "NoRoomError", "Outcome", "RoundComparison", "RoundSam
 LEAST_BYTES = 64 << 10
 _TENSORS = 64
 _WARM_SAVES = 3
-"""As many as an engine with two checkpoints in flight has slots: each slot is written once before the clock runs."""
+"""Saves before the measurement: an engine with two checkpoints in flight has three slots, each of which is written."""
 _SETTLE_SECONDS = 0.2
-"""The kernel's load so long after a save counts as the save's; for as long again its idle load is measured."""
+"""Seconds after a save in which the system's load is counted as the save's; then the idle load is measured as long."""
 _BLOCK = 4096
 _MEMORY_COPIES = 5
-"""In memory: the state, the copy that is loaded, the buffer for the raw disk, and two copies that a method stages."""
+"""States in memory: the state, the loaded copy, the buffer for the raw disk, and two copies that a method stages."""
 _EXTRA_BYTES = 64 << 20
-"""Room on the disk for metadata, records and folders."""
+"""Bytes on the disk for metadata, records and folders."""
 
 
 class NoRoomError(Exception):
-    """Disk or memory does not suffice; nothing was written."""
+    """The disk or the memory is too small; nothing was written."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundSample:
-    """One save and the load of it.
+    """The measurements of one save and the load of its checkpoint.
 
     Attributes:
-        stall: Seconds from the call until it returned: training waits.
+        stall: Seconds from the call to save until it returned, in which training waits.
         durable: Seconds from the call until the checkpoint would survive a power failure.
-        processor: Processor seconds of the whole system that the save took, the kernel's writing back included.
-        load: Seconds to load it with a cold page cache.
+        processor: Processor seconds of the whole system that the save took, including the kernel's writeback.
+        load: Seconds to load the checkpoint with a cold page cache.
     """
 
     stall: float
@@ -72,7 +72,7 @@ class Outcome:
     problem: str = ""
 
     def values(self, figure: str) -> list[float]:
-        """Return one figure of every round: ``stall``, ``durable``, ``processor`` or ``load``."""
+        """Return one attribute of every sample: ``stall``, ``durable``, ``processor`` or ``load``."""
         return [getattr(sample, figure) for sample in self.samples]
 
 
@@ -82,7 +82,7 @@ class RoundComparison:
 
     Attributes:
         raw: Seconds in which the disk itself takes the same bytes, for every round; empty without direct I/O.
-        raw_way: The fastest way to transfer them.
+        raw_way: Name of the fastest :class:`.raw_disk.Way`.
     """
 
     place: BenchPlace
@@ -101,12 +101,12 @@ def compare(
     *,
     progress: Callable[[str], None] = lambda _: None,
 ) -> RoundComparison:
-    """Measure methods by turns in a new folder inside ``folder``, which is removed at the end, however it ends.
+    """Measure methods in turns in a new folder inside ``folder``. It is removed at the end, also after an error.
 
     The state has ``nbytes``, at least 64 KiB, rounded down to whole float32 elements.
 
     Raises:
-        NoRoomError: The checkpoints of all methods do not fit on the disk, or their copies into memory.
+        NoRoomError: The checkpoints of all methods do not fit on the disk, or five copies of the state into memory.
         OSError: The folder cannot be written.
     """
     free, needed = shutil.disk_usage(folder).free, sum(kind.copies for kind in kinds) * nbytes + _EXTRA_BYTES
@@ -127,7 +127,7 @@ def compare(
 
 
 class _Rounds:
-    """The methods that take part, while they are open."""
+    """Runs the measurements of one comparison, and holds the open methods."""
 
     def __init__(
         self, kinds: Sequence[type[Method]], folder: Path, nbytes: int, rounds: int, progress: Callable[[str], None]
@@ -217,7 +217,7 @@ class _Rounds:
         outcome.samples.append(RoundSample(stall, durable, max(0.0, spent - idle * seconds), load))
 
     def _measure_disk(self, title: str = "") -> None:
-        """Measure the disk itself on a slot that no checkpoint uses; without an engine that works, not at all."""
+        """Measure the disk itself on a slot that no checkpoint uses; not again after an error, or without an engine."""
         engine, limit, self.limit = self.open.get(PCcheck.name), self.limit, None
         if limit is None or not isinstance(engine, PCcheck) or self.outcomes[0].problem:
             return
@@ -237,7 +237,7 @@ class _Rounds:
 
 
 def evict(folder: Path) -> None:
-    """Drop the files in a folder from the page cache, so that reading them is reading the device."""
+    """Drop the files in a folder from the page cache, so that reads go to the device."""
     os.sync()  # dirty pages would stay
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         fd = os.open(path, os.O_RDONLY)

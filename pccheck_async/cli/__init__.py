@@ -58,7 +58,7 @@ def options(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Options of the command itself."""
+    """Handle the options of ``pccheck`` itself: ``--version``."""
 
 
 LOOK, CHANGE = "Look at a store, also beside a trainer", "Change a store that no trainer has open"
@@ -80,9 +80,9 @@ app.add_typer(memory, rich_help_panel=LOOK)
 
 
 def main() -> None:
-    """Run the ``pccheck`` command. Ends quietly where nobody reads its output to the end.
+    """Run the ``pccheck`` command, and exit with its status; without an error if the reader of a pipe has gone.
 
-    A SIGTERM or a SIGHUP ends it like Ctrl-C: files that it began to write are removed.
+    SIGTERM and SIGHUP end the command like Ctrl-C: files that it began to write are removed.
     """
     _prepare()
     try:

@@ -51,11 +51,11 @@ def bench(
 ) -> int:
     """Compare ways of saving on your disk.
 
-    How long the call takes, and how long until it is durable, on the disk under FOLDER. Methods take turns in a new
-    random order every round; before each save every tensor changes, and after it the checkpoint is loaded with a cold
-    page cache and compared bit by bit. Shown are medians and quartiles, and the disk's own time by O_DIRECT in the same
-    minutes. Nothing else should use the disk and the cores meanwhile. All files are removed at the end, after Ctrl-C
-    too.
+    Measures, on the disk under FOLDER, how long the call to save takes, and how long until the checkpoint is durable.
+    Methods take turns in a new random order every round; before each save every tensor changes, and after it the
+    checkpoint is loaded with a cold page cache and compared bit by bit. Shows medians and quartiles, and the time in
+    which the disk itself takes the bytes (O_DIRECT), measured between the rounds. Nothing else should use the disk and
+    the cores meanwhile. All files are removed at the end, after Ctrl-C too.
 
     Exit status: 0 all measured, 1 a method failed, a checkpoint did not load as it was saved, or disk or memory do not
     suffice, 2 wrong usage, 130 interrupted.

@@ -57,8 +57,9 @@ def copy(
 ) -> Report:
     """Copy a checkpoint into another store.
 
-    It is verified on the way, and becomes the newest one there; others stay. Of a group, the parts of all ranks, into
-    the folder of a group. A trainer may write to SOURCE meanwhile, not to TARGET.
+    The copy is verified on the way, and becomes the newest checkpoint in TARGET; the others there stay. From a group,
+    the parts of all ranks are copied, into the folder of a group. A trainer may write to SOURCE meanwhile, but not to
+    TARGET.
 
     Exit status: 0 the copy is durable, 1 it failed and nothing was committed, 2 wrong usage, 3 there is no such
     checkpoint, 4 something is lost or damaged.
@@ -102,11 +103,12 @@ def remove(
 ) -> Report | int:
     """Remove checkpoints, and free their space.
 
-    All of these steps, names and counters, pinned or not, or none, in one commit. No trainer has PATH open. Of a
-    group's folder on all ranks, also what lacks parts: a crash in between leaves that, and the same command ends it.
+    Removes all checkpoints of the given steps, names and counters, pinned or not, in one commit: all or none. No
+    trainer may have PATH open. In a group's folder they are removed on all ranks, also incomplete ones. A crash in
+    between leaves incomplete checkpoints; run the same command again to remove them.
 
-    Exit status: 0 removed, 1 nothing was removed, 2 wrong usage, 3 there is no checkpoint of one of the steps, or
-    with one of the names or counters, 4 the store is damaged.
+    Exit status: 0 removed, 1 failed or answered no (nothing was removed), 2 wrong usage, 3 no checkpoint has one of the
+    steps, names or counters, 4 the store is damaged.
     """
     from pccheck_async.upkeep import removable, to_remove  # and torch
 
@@ -138,7 +140,7 @@ def remove(
 
 
 def _told_apart(infos: Iterable[pccheck.CheckpointInfo], there: Iterable[pccheck.CheckpointInfo]) -> str:
-    """Return the steps of checkpoints, with the counters of those whose steps others in the store have, too."""
+    """Return the steps of checkpoints as text, with marks, and with the counter if others have the same step."""
     times = Counter(info.step for info in there)
     facts = {info: [*marks_of(info), *[f"counter {info.counter}"] * (times[info.step] > 1)] for info in infos}
     return ", ".join(f"{info.step} ({', '.join(each)})" if each else str(info.step) for info, each in facts.items())
@@ -151,7 +153,7 @@ _NOBODY = "nothing was removed: there is no terminal to ask; give --yes"
 
 
 OldStep: TypeAlias = Annotated[int | None, typer.Argument(hidden=True)]
-"""A step as version 0.1 took it."""
+"""A step given as positional argument, as in version 0.1."""
 
 
 def _note_old(*steps: int) -> None:
@@ -160,7 +162,7 @@ def _note_old(*steps: int) -> None:
 
 
 def _one(step: int | None, name: str | None, old: int | None) -> dict[str, Any]:
-    """Return the arguments that say which checkpoint is meant."""
+    """Return step and name as keyword arguments; BadParameter unless exactly one of the options is given."""
     if old is not None and step is None and name is None:
         _note_old(old)
         step = old
@@ -173,7 +175,7 @@ def _one(step: int | None, name: str | None, old: int | None) -> dict[str, Any]:
 def pin(path: StoreFolder, old: OldStep = None, step: OneStep = None, name: Name = None, json: Json = False) -> Report:
     """Keep a checkpoint even if a trainer's rules would drop it.
 
-    No trainer has PATH open.
+    No trainer may have PATH open.
 
     Exit status: 0 pinned, 1 it failed, 2 wrong usage, 3 there is no such checkpoint, 4 the store is damaged.
     """
@@ -187,7 +189,7 @@ def unpin(
 ) -> Report:
     """Leave a pinned checkpoint to a trainer's rules again.
 
-    All checkpoints of the step. No trainer has PATH open.
+    Unpins all checkpoints of the step. No trainer may have PATH open.
 
     Exit status: 0 unpinned, 1 it failed, 2 wrong usage, 3 there is no such checkpoint, 4 the store is damaged.
     """
@@ -209,10 +211,11 @@ def reject(
 ) -> Report:
     """Reject a checkpoint and every newer one.
 
-    Restores pass them over, and no rule keeps them. It cannot be undone. No trainer has PATH open.
+    A restore passes rejected checkpoints over, and no rule keeps them. Rejecting cannot be undone. No trainer may have
+    PATH open.
 
-    Exit status: 0 rejected, 1 it failed, or none would be left, 2 wrong usage, 3 there is none from this one on, 4 the
-    store is damaged.
+    Exit status: 0 rejected, 1 it failed, or no checkpoint to restore would be left, 2 wrong usage, 3 there is no such
+    checkpoint, and none of a later step, 4 the store is damaged.
     """
     rejected = pccheck.stores.reject(path, **_one(step, name, old))
     newest = next(info for info in pccheck.list_checkpoints(path) if not info.rejected)

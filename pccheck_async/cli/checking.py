@@ -53,11 +53,11 @@ def verify(
 ) -> Report:
     """Check every checksum, and name what is damaged.
 
-    Those of all copies of the commit records, of the manifest, and of every chunk. Of a group's folder, the records and
-    parts of all ranks. Writes nothing. Safe while a trainer writes to the store.
+    Checks all copies of the commit records, the manifest, and every chunk; in a group's folder the records and parts of
+    all ranks. Writes nothing. Safe while a trainer writes to the store.
 
-    Exit status: 0 no byte is damaged, 1 it failed, 2 wrong usage, 3 there is no such checkpoint, 4
-    something is lost or damaged.
+    Exit status: 0 no byte is damaged, 1 it failed, 2 wrong usage, 3 there is no such checkpoint, 4 something is lost or
+    damaged.
     """
     if every and (step is not None or name is not None):
         raise typer.BadParameter("--all excludes --step and --name")
@@ -141,7 +141,7 @@ def _of_rank(rank: int | None) -> str:
 
 
 def _slot(text: str) -> int:
-    """Return the number of a slot, given as that or as the name of its file."""
+    """Return the number of a slot that is given as a number or as the name of its file."""
     number = text.removeprefix("slot-")
     if not number.isdecimal():
         raise typer.BadParameter(f"a slot is a number, or the name of its file, such as slot-003; not {text!r}")
@@ -165,16 +165,15 @@ def recover(
 ) -> Report:
     """Find whole checkpoints where the commit records are lost.
 
-    Searches a store whose commit records or store.json are lost for checkpoints of which every byte holds. Of one that
-    has both it checks every checksum, as verify --all; --write then writes a damaged copy of a record anew. Writes
-    nothing without --write. Never changes a slot, and keeps the files that it replaces under other names. Where no
-    commit record is valid, pins and rejections are lost: a run that was rejected may be restored
-    again; look with `pccheck ls`, and reject it again.
+    If the commit records or store.json are lost, searches the slots for checkpoints whose checksums all hold. If both
+    are there, checks every checksum, like verify --all; --write then writes a damaged copy of a record anew. Writes
+    nothing without --write. Never changes a slot, and keeps the files that it replaces under other names. If no
+    commit record is valid, pins and rejections are lost, so that a run that was rejected may be restored: look with
+    `pccheck ls`, and reject it again.
 
-    Exit status: 0 the store is in order (as a read-only mount may be), or written, 1 it failed, or this user may not
-    write some files, 2 wrong usage,
-    3 nothing whole was found, 4 there is something to write, or what a record names is lost or damaged, and is still
-    named.
+    Exit status: 0 the store is in order (also on a read-only mount), or was written, 1 it failed, or this user may not
+    write some files, 2 wrong usage, 3 no whole checkpoint was found, 4 there is something to write, or a record still
+    names a checkpoint that is lost or damaged.
     """
     with progress_bar("searching") as progress:
         recovery = pccheck.stores.recover(path, write=write, search=search, slots=slots or None, progress=progress)
@@ -234,7 +233,7 @@ def _found(recovery: pccheck.stores.Recovery) -> Table:
 
 
 def _records(recovery: pccheck.stores.Recovery) -> Iterator[str]:
-    """Yield in words the states of the commit records; of a group, of those of some ranks."""
+    """Yield the states of the commit records in words; for a group, with the folders of the ranks concerned."""
     lost = [name for name in recovery.unrecorded if name not in recovery.older]
     of = f" of {first_few(lost, 5)}" if lost else ""
     if lost or not recovery.older:

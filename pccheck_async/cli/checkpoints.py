@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints in words, and the errors about them, for several commands."""
+"""Texts about checkpoints, for tables, sentences and errors of several commands."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ BACKUP = "Put a backup of the folder back, or begin anew in another folder."
 
 
 def steps_of(infos: Iterable[pccheck.CheckpointInfo]) -> str:
-    """Return their steps, for a sentence."""
+    """Return the steps of checkpoints, for a sentence: "3, 5"."""
     return ", ".join(str(info.step) for info in infos)
 
 
 def noun_for(infos: Sized) -> str:
-    """Return the noun before their steps."""
+    """Return "step" or "steps", by the number of checkpoints."""
     return "step" if len(infos) == 1 else "steps"
 
 
@@ -33,9 +33,9 @@ def restart(place: Place, lost: Container[int], whole: Mapping[int, str] | None 
     """Return a sentence that names the checkpoint that a restart restores, or tries if it was not checked.
 
     Args:
-        place: Where it restarts from.
-        lost: Counters of the committed ones that are known to be lost or damaged.
-        whole: Counters of those that were found whole, with their places; None if nothing was checked.
+        place: The place to restart from.
+        lost: Counters of the checkpoints that are known to be lost or damaged.
+        whole: Places of the checkpoints that were checked, by counter; None if nothing was checked.
     """
     from pccheck_async.upkeep import overwritten  # and torch
 
@@ -65,7 +65,7 @@ def restart(place: Place, lost: Container[int], whole: Mapping[int, str] | None 
 
 
 def what_is_lost(place: Place) -> tuple[dict[int, str], list[str]]:
-    """Return the faults of lost slots by the checkpoints' counters; and sentences on them and on a restart."""
+    """Return the faults of lost slots, by the checkpoints' counters; and sentences on these and on a restart."""
     from pccheck_async.upkeep import lost_slots  # and torch
 
     gone = lost_slots(place) and lost_slots(read_place(place.path))  # a writer may have removed one meanwhile
@@ -74,7 +74,7 @@ def what_is_lost(place: Place) -> tuple[dict[int, str], list[str]]:
 
 
 def _remedy(place: Place, lost: Container[int], newest: pccheck.CheckpointInfo) -> str:
-    """Return a sentence that says after what a store has whole checkpoints alone, if there is such a thing."""
+    """Return a sentence on how to drop damaged checkpoints, or find others; "" if there is nothing to advise."""
     kept = {info.step for info in place.infos if info.counter not in lost}
     damaged = [info for info in place.infos if info.counter in lost]
     if place.of_group and damaged and all(info.counter > newest.counter for info in damaged):
@@ -98,7 +98,7 @@ def _remedy(place: Place, lost: Container[int], newest: pccheck.CheckpointInfo) 
 
 
 def outcomes(verification: pccheck.stores.Verification) -> tuple[set[int], dict[int, str]]:
-    """Return the counters of the checkpoints that are damaged, and those of the checked ones, with their places."""
+    """Return the counters of the damaged checkpoints, and the places of all checked ones by counter."""
     checked = (*verification.checkpoints, *verification.superseded)
     places = {each.info.counter: each.slot if each.rank is None else "the parts of all its ranks" for each in checked}
     return {each.info.counter for each in checked if each.damage}, places
@@ -106,7 +106,7 @@ def outcomes(verification: pccheck.stores.Verification) -> tuple[set[int], dict[
 
 @contextmanager
 def naming_others(path: Path, step: int | None = None, name: str | None = None) -> Iterator[None]:
-    """Add the other steps to the error of a damaged checkpoint: nothing is taken in its place."""
+    """Return a context manager that adds the store's other steps to a DamagedError: none is taken automatically."""
     try:
         yield
     except DamagedError as error:
@@ -119,16 +119,16 @@ def naming_others(path: Path, step: int | None = None, name: str | None = None) 
 
 
 def marks_of(info: pccheck.CheckpointInfo) -> list[str]:
-    """Return its marks: pinned, rejected."""
+    """Return the marks of a checkpoint: "pinned", "rejected", both or none."""
     return [mark for mark in ("pinned", "rejected") if getattr(info, mark)]
 
 
 def columns_of(info: pccheck.CheckpointInfo) -> tuple[str, str, str]:
-    """Return its step, counter and size, for a table."""
+    """Return step, counter and size of a checkpoint, for a table."""
     return str(info.step), str(info.counter), size(info.nbytes)
 
 
 def in_words(info: pccheck.CheckpointInfo) -> str:
-    """Return the step of a checkpoint, with its name and marks."""
+    """Return the step of a checkpoint as text, with its name and marks."""
     facts = [*([] if info.name is None else [f"named {printable(info.name)}"]), *marks_of(info)]
     return f"step {info.step} ({', '.join(facts)})" if facts else f"step {info.step}"

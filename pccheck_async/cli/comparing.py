@@ -39,16 +39,16 @@ _PLACE = re.compile(r"(.*)@(-?\d{1,20})", re.ASCII | re.DOTALL)
 
 
 class Side(NamedTuple):
-    """A checkpoint by its store and step; no folder for the store of the other one, no step for the newest."""
+    """A checkpoint to compare: its store (None: the store of the first one) and its step (None: not given)."""
 
     path: Path | None
     step: int | None
 
 
 def parse_side(text: str) -> Side:
-    """Return the store and the step of ``PATH``, or of ``PATH@STEP`` or ``@STEP``, as it was written in version 0.1.
+    """Parse ``PATH``, or ``PATH@STEP`` or ``@STEP`` as in version 0.1, into store and step.
 
-    A folder of that very name is a path.
+    If a folder has the whole text as its name, the text is a path.
     """
     match = _PLACE.fullmatch(text)
     if match is None or Path(text).is_dir():
@@ -75,10 +75,10 @@ def compare(
 ) -> Report:
     """Compare two checkpoints, leaf by leaf.
 
-    Shows which leaves differ, in how many elements, and by how much; NaN equals NaN. Each of the two is the newest of
-    its store, unless a step or a name is given. Tensors that lie on several ranks of a group are compared in full, even
-    if divided differently; values that each rank has for itself, for --rank alone. Verifies all bytes that it reads and
-    writes nothing. Safe while a trainer writes to the store, which may need a slot more.
+    Shows which leaves differ, in how many elements, and by how much; NaN equals NaN. Each of the two checkpoints is the
+    newest of its store, unless a step or a name is given. Tensors that lie on several ranks of a group are compared in
+    full, even if divided differently; other values only for the rank of --rank. Verifies all bytes that it reads and
+    writes nothing. Safe while a trainer writes to the store, which may take one slot more.
 
     Exit status: 0 all leaves are equal in every bit, 1 it failed, 2 wrong usage, 3 there is no such checkpoint, 4 they
     differ, or something is lost or damaged.

@@ -72,13 +72,13 @@ def export(
 ) -> Report:
     """Write a checkpoint, or a part of it, in another format.
 
-    The file or folder is read without this package.
+    The file or folder can be read without this package.
 
-    Without --step and --name, of a newest one whose slot or manifest is damaged the next older one is written, with a
-    warning. One of which a tensor is damaged is an error: that shows only while the file is written.
+    If the slot or manifest of the newest checkpoint is damaged, and neither --step nor --name is given, the next older
+    one is written, with a warning. A damaged tensor is an error, because it is found only while the file is written.
 
     Exit status: 0 exported, 1 it failed or the format cannot express something, 2 wrong usage, 3 there is no such
-    checkpoint, 4 something is lost or damaged: with an error nothing was written, with a warning an older one was.
+    checkpoint, 4 something is lost or damaged: after an error nothing was written, after a warning an older checkpoint.
     """
     most = None if max_file_size is None else parse_size(max_file_size)
     if most is not None and to != "safetensors":
@@ -155,8 +155,8 @@ def import_(
 ) -> Report:
     """Save a file or folder of another format as a checkpoint.
 
-    It becomes the newest one of the store. Runs no code from the file. Prints the format that it was read as, and the
-    parts that a run that goes on from it will lack.
+    The new checkpoint becomes the newest one of the store. Runs no code from the file. Prints the format that the file
+    was read as, and the parts that a run resumed from the checkpoint will lack.
 
     Exit status: 0 imported, 1 it failed, 2 wrong usage, 3 there is nothing to import, 4 it is damaged.
     """

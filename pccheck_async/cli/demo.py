@@ -38,12 +38,12 @@ POLL_SECONDS = 0.2
 
 
 class RunFailedError(Exception):
-    """A training run did not end as it should: why, and the last lines that it printed."""
+    """A training run did not end as expected; the arguments are the reason and the last lines that it printed."""
 
 
 @dataclass(frozen=True)
 class DemoRun:
-    """One training run: its name, where it saves, and the loss files that its ranks write row by row."""
+    """One training run: name, store, number of ranks, and the loss file that it writes row by row."""
 
     name: str
     store: Path
@@ -52,18 +52,18 @@ class DemoRun:
 
     @property
     def loss_files(self) -> list[Path]:
-        """The file of each rank."""
+        """The loss file of each rank."""
         if self.ranks == 1:
             return [self.loss_file]
         return [self.loss_file.with_stem(f"{self.loss_file.stem}-rank{rank}") for rank in range(self.ranks)]
 
     @property
     def log(self) -> Path:
-        """The file of the training process's output."""
+        """The file with the output of the training process."""
         return self.loss_file.with_suffix(".log")
 
     def newest(self) -> pccheck.CheckpointInfo | None:
-        """The newest durable checkpoint, read beside the writer."""
+        """Return the newest durable checkpoint, or None; the run may be saving meanwhile."""
         return next(iter(pccheck.list_checkpoints(self.store)), None)
 
 
@@ -111,9 +111,9 @@ def demo(
 ) -> int:
     """See a training run survive a SIGKILL, compared bit by bit.
 
-    Trains a small GPT three times: uninterrupted, killed in the middle of a save, and resumed. With --ranks, all ranks,
-    under torchrun, save one checkpoint together, the last rank is killed, and torchrun ends the others; all are started
-    again, and the losses and the final state of every rank are compared.
+    Trains a small GPT three times: uninterrupted, killed in the middle of a save, and resumed. With --ranks, all ranks
+    save one checkpoint together under torchrun. Then the last rank is killed, torchrun ends the others, and all are
+    started again; the losses and the final state of every rank are compared.
 
     Exit status: 0 all losses and the whole final state are equal in every bit, 1 they are not or a run failed, 2 wrong
     usage.
@@ -168,7 +168,7 @@ def demo(
 
 
 def no_torchrun() -> str | None:
-    """Return why several ranks cannot be trained here."""
+    """Return why several ranks cannot be trained here; None if they can."""
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_gloo_available():
@@ -181,7 +181,7 @@ def no_torchrun() -> str | None:
 def _demonstrate(
     console: Console, folder: Path, options: list[str], steps: int, crash_at: int, plot: Path | None, ranks: int
 ) -> tuple[bool, Path]:
-    """Return whether every bit is equal, and the file of the picture."""
+    """Run, compare and draw all; return whether every bit is equal, and the file of the picture."""
     began = time.monotonic()
     uninterrupted = DemoRun("uninterrupted", folder / "uninterrupted", folder / "uninterrupted.csv", ranks)
     _train(uninterrupted, options, console)
@@ -243,7 +243,7 @@ def _demonstrate(
 def _train_until_killed(
     console: Console, folder: Path, options: list[str], crash_at: int, ranks: int
 ) -> tuple[DemoRun, pccheck.CheckpointInfo]:
-    """Train until the SIGKILL; again where the save was so fast that the kill came after it."""
+    """Train until the SIGKILL, again if the save was complete before it; return the run and its newest checkpoint."""
     for attempt in range(1, KILL_ATTEMPTS + 1):
         name = f"killed{attempt if attempt > 1 else ''}"
         killed = DemoRun("killed", folder / name, folder / f"{name}.csv", ranks)
@@ -258,7 +258,7 @@ def _train_until_killed(
 
 
 def _train(run: DemoRun, options: list[str], console: Console, *, killed: bool = False) -> None:
-    """Run the trainer in processes of its own, printing how far it is, and check how it ended."""
+    """Run the trainer in processes of its own and show its progress; raise RunFailedError if it ends unexpectedly."""
     command = [sys.executable, "-m"]
     if run.ranks > 1:
         command += ["torch.distributed.run", "--standalone", f"--nproc-per-node={run.ranks}", "-m"]
@@ -293,7 +293,7 @@ def _train(run: DemoRun, options: list[str], console: Console, *, killed: bool =
 
 @contextmanager
 def _progress(console: Console, name: str, steps: int) -> Iterator[Callable[[int], None]]:
-    """A bar, on terminals only, that is moved by the number of the newest step."""
+    """Yield a function that moves a progress bar to a step; the bar is shown on terminals only."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps")
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(f"{name}: starting", total=steps)
@@ -301,7 +301,7 @@ def _progress(console: Console, name: str, steps: int) -> Iterator[Callable[[int
 
 
 def _tell(console: Console, run: DemoRun, told: pccheck.CheckpointInfo | None) -> pccheck.CheckpointInfo | None:
-    """Print a line if a checkpoint newer than the last one printed is durable, and return the newest."""
+    """Return the newest durable checkpoint; print a line about it unless it is ``told``, the last one printed."""
     newest = run.newest()
     if newest is not None and newest != told:
         loss = newest.metadata["loss"]

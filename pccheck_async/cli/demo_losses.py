@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The losses of the runs of ``pccheck demo``, row by row: read, compared by their bits, drawn."""
+"""Reads, compares by their bits, and draws the losses of the runs of ``pccheck demo``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STYLES: Final = {
 
 
 class Loss(NamedTuple):
-    """A row of a loss file: the loss in decimal for people, its float32 bits for comparing."""
+    """A row of a loss file: the rounded loss, and its float32 bits in hex."""
 
     loss: float
     bits: str
@@ -30,7 +30,7 @@ Losses = Mapping[int, Loss]
 
 
 def read_losses(path: Path) -> Losses:
-    """Read a loss file (columns step, loss, bits), which may be missing or still be written."""
+    """Return the losses by step of a file with columns step, loss, bits, which may be missing or still be written."""
     if not path.exists():
         return {}
     rows = (line.split(",") for line in path.read_text().splitlines()[1:])
@@ -38,7 +38,7 @@ def read_losses(path: Path) -> Losses:
 
 
 class LossComparison(NamedTuple):
-    """Steps of which both the killed run (as far as it came) and the resumed run have the uninterrupted run's bits."""
+    """How many steps have equal bits in all runs that came to them, whether all steps have, and a table of some."""
 
     equal: int
     all_equal: bool
@@ -48,7 +48,7 @@ class LossComparison(NamedTuple):
 def compare_losses(
     uninterrupted: Losses, killed: Losses, resumed: Losses, steps: int, crash_at: int, restored: int
 ) -> LossComparison:
-    """Compare the losses of every step, and tabulate some of them."""
+    """Compare the losses of every step; the table has some steps, and all that differ."""
     stride = steps // 60 * 10 or max(1, steps // 6)
     shown = {1, restored, restored + 1, crash_at, crash_at + 1, *range(0, steps, stride), steps}
     table = Table(box=SIMPLE, pad_edge=False)
@@ -72,7 +72,7 @@ def compare_losses(
 
 
 def _round_step(span: float) -> float:
-    """Return 1, 2 or 5 times a power of ten, so that about six such steps make the span."""
+    """Return the distance of an axis's marks: 1, 2 or 5 times a power of ten, at most about six of them in the span."""
     power = 10.0 ** math.floor(math.log10(span / 6))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power * 6 >= span * (1 - 1e-9))
 
@@ -137,6 +137,6 @@ def draw(uninterrupted: Losses, killed: Losses, resumed: Losses, crash_at: int, 
 
 
 def exact(row: Loss) -> float:
-    """Return the loss from its bits, where the decimals are rounded."""
+    """Return the exact loss, from its bits: the decimals are rounded."""
     value: float = struct.unpack(">f", bytes.fromhex(row.bits))[0]
     return value

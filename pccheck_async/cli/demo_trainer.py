@@ -38,7 +38,7 @@ from pccheck_async import CheckpointEngine, CheckpointError, RNGState, list_chec
 
 
 class GPT(nn.Module):
-    """A decoder over bytes; the output layer shares its weights with the input embedding."""
+    """A transformer decoder over bytes whose output layer shares its weights with the input embedding."""
 
     def __init__(self, context: int, layers: int, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class GPT(nn.Module):
 
 
 class Windows:
-    """Batches of text windows, each window once per epoch; the place in them is two numbers.
+    """Batches of text windows, each window once per epoch; the position is saved as epoch and number of windows.
 
     The order of an epoch is a function of seed and epoch, so resuming replays nothing.
     """
@@ -78,7 +78,7 @@ class Windows:
         self.order = torch.randperm((len(self.text) - 1) // self.context, generator=shuffle)
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets, each (batch, context), the targets one byte further."""
+        """Return inputs and targets, each of shape (batch, context); targets are the inputs shifted by one byte."""
         if self.position + self.batch > len(self.order):
             self._enter(self.epoch + 1, 0)
         starts = self.order[self.position : self.position + self.batch] * self.context
@@ -87,7 +87,7 @@ class Windows:
         return windows[:, :-1], windows[:, 1:]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, and the identity of the data."""
+        """Return the position, and the identity of the data that it is valid for."""
         return {"data": self.identity, "seed": self.seed, "epoch": self.epoch, "position": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -99,7 +99,7 @@ class Windows:
 
 
 class LossFile:
-    """A CSV of step, loss and the loss's float32 bits; rows up to ``last_step`` of an earlier run are kept."""
+    """A CSV file of step, loss and the loss's float32 bits; keeps rows of an earlier run up to ``last_step``."""
 
     def __init__(self, path: Path | None, last_step: int) -> None:
         self.path = path
@@ -135,13 +135,13 @@ def make_deterministic(seed: int, threads: int) -> None:
 
 
 def learning_rate(steps: int) -> Callable[[int], float]:
-    """Return the factor by step: a short linear warm-up, then half a cosine down to a tenth."""
+    """Return a function from the step to the factor of the learning rate: linear warm-up, then cosine to a tenth."""
     warmup = max(1, steps // 10)
     return lambda step: min(1.0, (step + 1) / warmup) * (0.55 + 0.45 * math.cos(math.pi * min(1.0, step / steps)))
 
 
 async def train(args: argparse.Namespace) -> None:
-    """Train, save every ``args.interval`` steps, resume or crash, by the command line."""
+    """Train and save every ``args.interval`` steps; resume, or die at ``args.crash_at``, if requested."""
     parallel = dist.is_available() and dist.is_torchelastic_launched()
     if parallel:
         dist.init_process_group("gloo")
@@ -194,7 +194,7 @@ async def train(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Train by the command line."""
+    """Parse the command line and train."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--store", type=Path, required=True, help="folder of the checkpoints")
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint where there is one")

@@ -55,14 +55,14 @@ _IN_MEMORY = "In memory on this machine: step {} (`pccheck memory ls`); a restar
 def ls(path: AnyPlace, json: Json = False) -> Report:
     """List the committed checkpoints, newest first.
 
-    Reads no tensor: `pccheck verify` checks all bytes. Safe while a trainer writes to the store. Of a group's folder
-    those that are complete, with the bytes of all ranks, and below them those that lack parts.
+    Reads no tensor: `pccheck verify` checks all bytes. Safe while a trainer writes to the store. For a group's folder
+    it lists the complete checkpoints, with the bytes of all ranks, and below them those that lack parts.
 
-    --json prints of a store a list of checkpoints, newest first, each an object: step, counter, nbytes, time, created,
-    pinned, rejected, name, metadata, and lost (why) where its slot is. Of a group's folder it prints an object:
-    checkpoints, the same list, each with world_size; incomplete, a list of objects: step, counter, missing_ranks,
-    missing_count, was_complete; on_disk: nbytes, slots, slots_in_use; and problem where no trainer can open the group.
-    Of an error it prints an object: error, with type and message.
+    --json prints for a store a list of checkpoints, newest first, each an object: step, counter, nbytes, time, created,
+    pinned, rejected, name, metadata, and lost (the reason) if its slot is lost. For a group's folder it prints an
+    object: checkpoints, the same list, each with world_size; incomplete, a list of objects: step, counter,
+    missing_ranks, missing_count, was_complete; on_disk: nbytes, slots, slots_in_use; and problem if no trainer can open
+    the group. For an error it prints an object: error, with type and message.
 
     Exit status: 0 at least one checkpoint is listed, 1 it failed, 2 wrong usage, 3 there is no committed checkpoint in
     this folder, 4 something is lost or damaged.
@@ -121,10 +121,10 @@ def show(
 ) -> Report:
     """Show the tree of a checkpoint.
 
-    Leaves with dtype, shape and size, aliases, plain values, bytes by dtype, chunks, the manifest. Of a group's,
-    tensors that lie on several ranks in full, and which rank saved which boxes.
+    Shows leaves with dtype, shape and size, aliases, plain values, bytes by dtype, chunks, the manifest. For a group,
+    also the full shape of tensors that lie on several ranks, and which rank saved which boxes of them.
 
-    Reads no tensor, but of a group without --rank those that ranks may have different, and writes nothing. Safe while a
+    Writes nothing, and reads no tensor (for a group without --rank, only tensors that may differ by rank). Safe while a
     trainer writes to the store.
 
     Exit status: 0 shown, 1 it failed, 2 wrong usage, 3 there is no such checkpoint, 4 something is lost or damaged.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``pccheck memory``: the stores in memory, of ``MemoryTier``, that engines have left on this machine."""
+"""``pccheck memory``: lists and removes the stores that engines with ``MemoryTier`` left in this machine's memory."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SHM = Path("/dev/shm")
 def ls(path: Root = SHM, json: Json = False) -> Report:
     """List this user's stores in memory.
 
-    A process that was killed leaves its own there, for its restart.
+    A process that was killed leaves its store there, for its restart.
 
     Exit status: 0 there are some, 1 it failed, 2 wrong usage, 3 there are none.
     """
@@ -84,8 +84,8 @@ def clear(
 ) -> Report:
     """Remove stores in memory.
 
-    A restart then goes on from the disk. One that an engine has open stays. FOLDER is a name of `ls`, or the folder
-    of the store on disk.
+    A restart then resumes from the disk. A store that an engine has open is not removed. FOLDER is a name that `ls`
+    shows, or the folder of the store on disk.
 
     Exit status: 0 removed, 1 it failed, or an engine has one of them open, 2 wrong usage.
     """

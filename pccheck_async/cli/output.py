@@ -48,8 +48,8 @@ FAILED = 1
 MISUSED = 2
 NOTHING = 3
 DIFFERENT = 4
-"""Exit statuses: the command failed; it was used wrongly; there is no checkpoint to work on; something is lost or
-damaged, or otherwise the answer is bad news. Of all commands alike."""
+"""Exit statuses, the same for all commands: the command failed (1); it was used wrongly (2); there is no checkpoint to
+work on (3); something is lost or damaged, or compared checkpoints differ (4)."""
 
 _MOST_JSON_BITS = 4096
 _LONG_WORD = 20
@@ -66,11 +66,10 @@ class Report(NamedTuple):
 
 
 def reporting(command: Callable[P, Report | int]) -> Callable[P, None]:
-    """Make a typer command of a function that takes ``json`` and returns a report, or an exit status.
+    """Decorate a function that takes ``json`` and returns a report, or an exit status, to make it a typer command.
 
-    An error of the package or of the system becomes one line on stderr, with ``--json`` a document on stdout, too, and
-    an exit status. Where nobody reads the output to the end, as before ``| head``, the rest is dropped, and the status
-    is that of the answer.
+    An error of the package or of the system becomes one line on stderr, with ``--json`` also a document on stdout, and
+    an exit status. If the reader of the output closes it early, as in ``| head``, the rest is dropped without an error.
     """
 
     @wraps(command)
@@ -102,7 +101,7 @@ def reporting(command: Callable[P, Report | int]) -> Callable[P, None]:
 
 
 def status_of(error: Exception) -> int:
-    """Return the exit status for an error."""
+    """Return the exit status for an error: one of the four above."""
     if isinstance(error, NewerFormatError) or getattr(error, "unasked", False):  # it is whole
         return FAILED
     unreadable = isinstance(error, ReadError) and not (is_exhausted(error) or is_forbidden(error))
@@ -114,20 +113,20 @@ def status_of(error: Exception) -> int:
 
 
 def drop_output(*streams: TextIO) -> None:
-    """Discard the rest of these streams' output: it would be flushed at exit."""
+    """Redirect these streams to /dev/null, so that flushing them at exit does not fail."""
     for stream in streams:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def flow_help(app: typer.Typer) -> None:
-    """Give each command its docstring as help, a paragraph a line: typer would keep the docstring's line breaks."""
+    """Set each command's help to its docstring, with each paragraph in one line: typer would keep the line breaks."""
     for command in app.registered_commands:
         paragraphs = (inspect.getdoc(command.callback) or "").split("\n\n")
         command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 
 
 def without_types(params: list[Any]) -> list[Any]:
-    """Return parameters of a command with a help that shows metavars alone: no types, and nothing beside a flag."""
+    """Change parameters so that the help shows metavars alone, no types, and nothing beside a flag; return them."""
     for param in params:
         if isinstance(param, TyperArgument):
             vars(param)["display_type_rich"] = lambda ctx: None
@@ -139,23 +138,23 @@ def without_types(params: list[Any]) -> list[Any]:
 
 
 class Command(TyperCommand):
-    """A command with a plain help."""
+    """A command whose help shows no types of parameters."""
 
     def get_params(self, ctx: Any) -> Any:
-        """Return its arguments and options, ``--help`` too."""
+        """Return the command's arguments and options, including ``--help``."""
         return without_types(super().get_params(ctx))
 
 
 class CommandGroup(TyperGroup):
-    """Several commands with a plain help."""
+    """A group of commands whose help shows no types of parameters."""
 
     def get_params(self, ctx: Any) -> Any:
-        """Return its options, ``--help`` too."""
+        """Return the group's own options, including ``--help``."""
         return without_types(super().get_params(ctx))
 
 
 def parse_path(text: str) -> Path:
-    """Return a path of the command line: an empty one is not the current folder, and a URL no folder named ``s3:``."""
+    """Return the path that a text names; BadParameter for an empty text, and for a URL."""
     if not text:
         raise typer.BadParameter("the path is empty; the current folder is '.'")
     if "://" in text:
@@ -164,12 +163,12 @@ def parse_path(text: str) -> Path:
 
 
 def parse_place(text: str) -> Path | str:
-    """Return a path of the command line, or the URL of a bucket."""
+    """Return the path that a text names, or the text itself if it is the URL of a bucket."""
     return text if "://" in text else parse_path(text)
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """Return a parser of whole numbers: typer would show the range of its own numbers beside the option's name."""
+    """Return a parser of whole numbers from ``least`` on. Typer's own would show a range beside the option's name."""
 
     def parse(text: str) -> int:
         if (number := int(text)) < least:
@@ -181,7 +180,7 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def seconds(least: float, most: float = math.inf) -> Callable[[str], float]:
-    """Return a parser of times."""
+    """Return a parser of numbers of seconds from ``least`` to ``most``."""
 
     def parse(text: str) -> float:
         number = float(text)
@@ -194,7 +193,7 @@ def seconds(least: float, most: float = math.inf) -> Callable[[str], float]:
 
 
 def one_of(*names: str) -> Callable[[str], str]:
-    """Return a parser of these names, which suggests the one that was probably meant."""
+    """Return a parser that accepts these names alone, and suggests the nearest one for another text."""
 
     def parse(text: str) -> str:
         if text not in names:
@@ -207,12 +206,12 @@ def one_of(*names: str) -> Callable[[str], str]:
 
 
 def path_argument(metavar: str, help: str) -> Any:  # noqa: A002 - as typer names it
-    """Return typer's argument for a path of the command line."""
+    """Return a typer argument that is a path."""
     return typer.Argument(parser=parse_path, metavar=metavar, help=help)
 
 
 def place_argument(metavar: str, help: str) -> Any:  # noqa: A002 - as typer names it
-    """Return typer's argument for a path of the command line, or the URL of a bucket."""
+    """Return a typer argument that is a path, or the URL of a bucket."""
     return typer.Argument(parser=parse_place, metavar=metavar, help=help)
 
 
@@ -236,7 +235,7 @@ Name: TypeAlias = Annotated[
 
 
 def no_file(option: str, file: Path | None) -> str | None:
-    """Return why an option's file cannot be written."""
+    """Return why the file that an option names cannot be written; None if nothing is known against it."""
     if file is not None and file.is_dir():
         return f"{option}: {file} is a folder"
     if file is not None and not file.resolve().parent.is_dir():
@@ -245,14 +244,14 @@ def no_file(option: str, file: Path | None) -> str | None:
 
 
 def no_plot(plot: Path | None) -> str | None:
-    """Return why nothing can be drawn into a file."""
+    """Return why nothing can be drawn into the file of ``--plot``; None if nothing is known against it."""
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
         return "--plot needs matplotlib: pip install matplotlib"
     return no_file("--plot", plot)
 
 
 def complain(problem: str | Exception) -> None:
-    """Print one line on stderr; of an error its name and message, no traceback."""
+    """Print one line on stderr: a text, or the name and message of an error, without traceback."""
     name = f"{type(problem).__name__}: " if isinstance(problem, Exception) else ""
     print(f"pccheck: {name}{printable(str(problem))}", file=sys.stderr)
 
@@ -261,14 +260,14 @@ def complain(problem: str | Exception) -> None:
 
 
 def printable(text: str) -> str:
-    """Return a string from a file so that it reaches a terminal as text, never as a control sequence."""
+    """Return a string with its unprintable characters escaped, so that a terminal gets no control sequence from it."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def size(nbytes: int) -> str:
-    """Return a number of bytes for people, in units of 1000 bytes."""
+    """Return a number of bytes as text for people, in units of powers of 1000: "1.5 GB"."""
     if nbytes < 1000:
         return f"{nbytes} B"
     power = next((power for power in (1, 2, 3) if nbytes < 1000 ** (power + 1)), 4)
@@ -276,13 +275,13 @@ def size(nbytes: int) -> str:
 
 
 def binary_size(nbytes: int) -> str:
-    """Return a number of bytes in the largest unit of 1024 that it is a whole number of."""
+    """Return a number of bytes as text, in the largest unit (B to GiB) of which it is a whole number: "8 MiB"."""
     power = next((power for power in (3, 2, 1) if nbytes and not nbytes % 1024**power), 0)
     return f"{nbytes >> 10 * power} {('B', 'KiB', 'MiB', 'GiB')[power]}"
 
 
 def parse_size(text: str) -> int:
-    """Return a size in bytes: "1073741824", "1GiB" and "1.5 GB" (units of 1000 bytes)."""
+    """Return the bytes of a size such as "1073741824", "1GiB" or "1.5 GB" (units of 1000); else BadParameter."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise typer.BadParameter(f"{text!r} is no size; write it like 500MB, 1.5GiB or 1073741824")
@@ -294,7 +293,7 @@ def parse_size(text: str) -> int:
 
 
 def duration(seconds: float) -> str:
-    """Return a time for people: ms, s, min or h."""
+    """Return a duration as text for people, in ms, s, min or h."""
     if seconds < 1:
         return f"{seconds * 1000:.{1 if seconds < 0.01 else 0}f} ms"
     if seconds < 60:
@@ -303,7 +302,7 @@ def duration(seconds: float) -> str:
 
 
 def captured_at(info: CheckpointInfo, *, iso: bool = False) -> str | None:
-    """Return when a checkpoint was captured, in UTC; a damaged store may claim a time that no calendar has."""
+    """Return a checkpoint's time of capture as text, in UTC; for an impossible one "?", or None with ``iso``."""
     try:
         return info.created.isoformat() if iso else f"{info.created:%Y-%m-%d %H:%M:%S}"
     except (OverflowError, ValueError, OSError):
@@ -314,7 +313,7 @@ def captured_at(info: CheckpointInfo, *, iso: bool = False) -> str | None:
 
 
 def as_json(info: CheckpointInfo) -> dict[str, Any]:
-    """Return a checkpoint as every ``--json`` shows it."""
+    """Return the facts about a checkpoint for JSON, the same for every command."""
     facts = pick(info, "step", "counter", "nbytes", "time")
     return facts | {
         "created": captured_at(info, iso=True),
@@ -326,12 +325,12 @@ def as_json(info: CheckpointInfo) -> dict[str, Any]:
 
 
 def pick(thing: object, *names: str, **renamed: str) -> dict[str, Any]:
-    """Return attributes of a thing for JSON, and ``renamed`` ones under other names."""
+    """Return a dict of attributes: ``names``, and for each ``renamed`` pair ``key=attribute`` under another key."""
     return {name: getattr(thing, attribute) for name, attribute in (*zip(names, names, strict=True), *renamed.items())}
 
 
 def json_value(value: object) -> str | int | float | bool | None:
-    """Return a value for JSON, which has no NaN, no infinities and no bytes: those become strings."""
+    """Return a value that JSON can express: NaN, infinities, very long ints and other types become strings."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, int) and value.bit_length() > _MOST_JSON_BITS:
@@ -340,7 +339,7 @@ def json_value(value: object) -> str | int | float | bool | None:
 
 
 def dump(value: Any, *, one_line: bool = False) -> None:
-    """Print JSON on stdout, with :func:`json_value` of everything in it; flush it where it is one line of many."""
+    """Print JSON on stdout, with :func:`json_value` applied to everything in it; ``one_line`` also flushes."""
     print(jsonlib.dumps(_strict(value), indent=None if one_line else 2, allow_nan=False), flush=one_line)
 
 
@@ -355,19 +354,19 @@ def _strict(value: Any) -> Any:
 
 class _Screen(Console):
     def on_broken_pipe(self) -> None:
-        """Called for a BrokenPipeError, which goes on: a console of rich would end the process with status 1."""
+        """Called for a BrokenPipeError: raise it again, where rich's own console would exit with status 1."""
         raise BrokenPipeError from None
 
 
 def terminal(*, stderr: bool = False, markup: bool = False, width: int | None = None) -> Console:
-    """Return stdout, or stderr. Names and reasons come from files: they are no markup."""
+    """Return a rich console on stdout, or stderr, by default without markup, because texts come from files."""
     if width is None and not stderr and not sys.stdout.isatty() and not os.environ.get("COLUMNS", "").isdigit():
         width = 200
     return _Screen(stderr=stderr, width=width, markup=markup, emoji=False, highlight=False)
 
 
 def show(text: Iterable[str | Table | Tree]) -> None:
-    """Print lines, tables and trees on stdout. Nothing is cut off: a table too wide for the terminal becomes lines."""
+    """Print lines, tables and trees on stdout, nothing cut off: a table too wide for the terminal becomes lines."""
     screen = terminal()
     for part in text:
         if isinstance(part, str):
@@ -379,7 +378,7 @@ def show(text: Iterable[str | Table | Tree]) -> None:
 
 
 def table(*headings: str, right: int = 0) -> Table:
-    """Return a table; the first ``right`` columns hold numbers, the last one folds."""
+    """Return an empty table with these headings; the first ``right`` columns are right-aligned, the last one folds."""
     made = Table(box=SIMPLE, pad_edge=False)
     for number, heading in enumerate(headings):
         justify: Literal["left", "right"] = "right" if number < right else "left"
@@ -403,9 +402,9 @@ def _show_table(screen: Console, rows: Table) -> None:
 
 @contextmanager
 def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Yield a function that takes bytes done and bytes in all, and shows them on stderr where that is a terminal.
+    """Yield a function of bytes done and bytes in all that moves a progress bar on stderr, if that is a terminal.
 
-    Not under a notebook's `!`, which gives commands a terminal and shows all that would be overwritten in one.
+    There is no bar under a notebook's `!`, which looks like a terminal but would show every state of the bar.
     """
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 

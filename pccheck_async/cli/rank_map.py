@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``pccheck show --ranks``: a group's ranks beside its checkpoints, what each has, and how long its stages take."""
+"""``pccheck show --ranks``: a table of which rank of a group has its part of which checkpoint, and stage times."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 _BAR = 12
 _OTHER_COLUMNS, _ENGINE_COLUMN = len(f" rank   newest part   {'':{_BAR}}    "), len("engine   ")
-"""Columns of the terminal beside the steps."""
+"""Widths in characters of the columns beside the steps: of all others but "engine", and of "engine"."""
 _THERE, _LOST, _LACKING, _NOT_YET, _NO_RANK = "■", "!", "x", "·", " "
 _STYLES = {_THERE: "green", _LOST: "bold red", _LACKING: "bold red", _NOT_YET: "yellow", _NO_RANK: ""}
 _UNEVEN = 1.25
-"""Times the median from which on the largest part is worth a sentence: all ranks wait until it is written."""
+"""Factor over the median above which the largest part is named: all ranks wait until it is written."""
 
 
 class _Checkpoint(NamedTuple):
-    """A checkpoint of the group: bytes of the parts that the records of ``world`` ranks name; ranks with lost slots."""
+    """A checkpoint of a group of ``world`` ranks: bytes of each rank's part, and the ranks whose slots are lost."""
 
     step: int
     counter: int
@@ -39,7 +39,7 @@ class _Checkpoint(NamedTuple):
 
 
 def rank_map(path: Path) -> Report:
-    """Return each rank's part of each checkpoint, what is lost, and the times of the stages while engines run."""
+    """Return the report: each rank's part of each checkpoint, lost slots, and stage times of engines that run."""
     from pccheck_async.medium.status_file import read_status
 
     place = read_place(path)
@@ -66,7 +66,7 @@ def rank_map(path: Path) -> Report:
 
 
 def _checkpoints(place: Place, gone: Collection[int]) -> list[_Checkpoint]:
-    """Return complete and incomplete checkpoints, oldest first; ``gone`` are the counters of those with lost slots."""
+    """Return complete and incomplete checkpoints, oldest first; ``gone`` has the counters of those with lost slots."""
     from pccheck_async.upkeep import lost_parts  # and torch
 
     lost = lost_parts(place) if gone else {}
@@ -141,7 +141,7 @@ def _completeness(place: Place, checkpoints: Sequence[_Checkpoint]) -> str:
 
 
 def _newest_that_fit(checkpoints: Sequence[_Checkpoint], room: int) -> int:
-    """Return how many of the newest checkpoints have room side by side; at least one."""
+    """Return how many of the newest checkpoints fit into ``room`` characters side by side; at least one."""
     for number, one in enumerate(reversed(checkpoints)):
         room -= len(str(one.step)) + 2
         if room < 0:
@@ -168,7 +168,7 @@ def _table(
     published: Mapping[int, Published],
     is_known: set[int],
 ) -> Table:
-    """Return a row for each rank; each step is as wide as its number, its marks stand below its end."""
+    """Return a table with a row for each rank; a rank's mark for a checkpoint is below the last digit of its step."""
     widths = [len(str(one.step)) for one in checkpoints]
     newest = _newest_parts(checkpoints)
     most = max(newest.values())

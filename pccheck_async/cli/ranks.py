@@ -23,23 +23,23 @@ if TYPE_CHECKING:
     from pccheck_async.upkeep import ShardBox, ShardedLeaf
 
 STAGES = ("capture", "write", "flush")
-"""Those that a rank does by itself. In ``commit`` all wait for the slowest one."""
+"""Stages that each rank does by itself; in the stage ``commit`` all ranks wait for the slowest one."""
 _FILLS = dict(zip(STAGES, "▒█░", strict=True))
 _STYLES = dict(zip(STAGES, ("cyan", "green", "magenta"), strict=True))
 _BAR = 30
-"""Columns of the bar of the slowest rank."""
+"""Width in characters of the bar of the slowest rank."""
 _MOST_BOXES = 8
 
 
 def read_place(path: Path) -> Place:
-    """Return the contents of the records in a folder. Imports torch, which ``pccheck --help`` does not wait for."""
+    """Return a folder's (or bucket's) contents by its commit records. Imports torch, which takes a second or more."""
     from pccheck_async.group import read_place as read
 
     return read(path)
 
 
 def rank_of_store(place: Place) -> str:
-    """Return a sentence on the group's parts that the store of one rank holds; empty for other places."""
+    """Return a note that a place is the store of one rank of a group; "" for other places."""
     if not place.is_part:
         return ""
     return (
@@ -49,7 +49,7 @@ def rank_of_store(place: Place) -> str:
 
 
 def group_fault(place: Place) -> str:
-    """Return why no rank can open a group's folder, though it can be read; empty for other places."""
+    """Return why no trainer can open a group's folder, though it can be read; "" if there is no such reason."""
     from pccheck_async.group import stored_domain
     from pccheck_async.medium.filesystem import slot_sizes
 
@@ -68,7 +68,7 @@ def group_fault(place: Place) -> str:
 
 
 def on_disk(place: Place) -> dict[str, int]:
-    """Return what the slots of a place take, and how many of them the records name."""
+    """Return the bytes and the number of a place's slots, and how many of them the records name."""
     from pccheck_async.medium.filesystem import slot_sizes
 
     sizes = [nbytes for rank in place.stores for nbytes in slot_sizes(place.path / place.folder(rank))]
@@ -97,7 +97,7 @@ def place_as_json(place: Place) -> list[dict[str, Any]] | dict[str, Any]:
 
 
 def describe_incomplete(place: Place) -> Iterator[str]:
-    """Yield for each checkpoint that is not complete the ranks that lack their parts, and its fate; then advice."""
+    """Yield a sentence on each incomplete checkpoint, with the ranks that lack parts and the reason; then advice."""
     advice = dict[str, None]()  # the same for many of them
     newest = max((one.key for one in place.complete), default=None)
     for one in place.incomplete:
@@ -116,15 +116,15 @@ def describe_incomplete(place: Place) -> Iterator[str]:
 
 
 def newer_lost(place: Place) -> bool:
-    """Whether checkpoints that were complete once, and are newer than all complete ones, lack parts."""
+    """Return whether a checkpoint that is newer than all complete ones was complete once and now lacks parts."""
     newest = max((one.key for one in place.complete), default=None)
     return any(one.committed and (newest is None or one.key > newest) for one in place.incomplete)
 
 
 def problems(place: Place, *, running: bool = False) -> tuple[list[str], bool]:
-    """Return sentences on what a place lacks beside the slots of its checkpoints, and whether something is lost.
+    """Return sentences on everything that is wrong with a place but lost slots, and whether something is lost.
 
-    Where ranks run, none on incomplete checkpoints: these come and go with every save.
+    If ranks are ``running``, incomplete checkpoints are not mentioned: every save makes one for a while.
     """
     from pccheck_async.upkeep import lost_records  # and torch
 
@@ -143,9 +143,10 @@ def problems(place: Place, *, running: bool = False) -> tuple[list[str], bool]:
 
 
 def newer_notes(place: Place) -> tuple[list[str], bool]:
-    """Return a sentence on slots with newer checkpoints than the record names, if any, and whether it is an older one.
+    """Return a note on slots with newer checkpoints than the record names, if any; and whether the record is outdated.
 
-    Else that is no damage: a save that is killed just before its record leaves such a slot.
+    A record is outdated if such a slot is one that it names. Otherwise a save was killed just before it wrote its
+    record, and nothing is damaged.
     """
     from pccheck_async.store import newer_in_words  # and torch
     from pccheck_async.upkeep import newer_in_slots
@@ -159,7 +160,7 @@ def newer_notes(place: Place) -> tuple[list[str], bool]:
 
 
 def placement(leaf: ShardedLeaf) -> str:
-    """Return the ranks and the boxes of a tensor that they saved: in a few words if they are cut regularly."""
+    """Return a text on which ranks saved which boxes of a tensor; a short one if the tensor is divided regularly."""
     boxes = [(box, rank) for rank, each in leaf.boxes.items() for box in each]
     if not boxes:
         return "of no elements"
@@ -180,12 +181,12 @@ def placement(leaf: ShardedLeaf) -> str:
 
 
 def _indices(box: ShardBox) -> str:
-    """Write a box as one would index it."""
+    """Return a box as text in the notation of slices: "[0:4, 8:16]"."""
     return f"[{', '.join(f'{low}:{low + length}' for low, length in zip(*box, strict=True))}]"
 
 
 def _numbers(numbers: list[int]) -> str:
-    """Return numbers as text, in their order; those that count up become one range."""
+    """Return numbers as text, in their order; consecutive ones become a range: "0-3, 7"."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][-1] + 1 == number:
@@ -200,18 +201,18 @@ def _numbers(numbers: list[int]) -> str:
 
 
 def stage_times(status: Status) -> dict[str, float]:
-    """Return seconds of a rank's stages per durable checkpoint."""
+    """Return the seconds of each of a rank's :data:`STAGES` per durable checkpoint."""
     count = max(1, status.counts.get("durable", 0))
     return {stage: status.stage_seconds.get(stage, 0.0) / count for stage in STAGES}
 
 
 def slowest(times: Mapping[int, Mapping[str, float]]) -> int | None:
-    """Return the rank whose stages take longest, None for fewer than two ranks."""
+    """Return the rank whose stages take longest in all; None for fewer than two ranks."""
     return max(times, key=lambda rank: sum(times[rank].values())) if len(times) > 1 else None
 
 
 def describe_slowest(times: Mapping[int, Mapping[str, float]]) -> str:
-    """Name the slowest rank and compare it with the median of all ranks; empty for fewer than two ranks."""
+    """Return a sentence that compares the slowest rank with the median of all ranks; "" for fewer than two ranks."""
     rank = slowest(times)
     if rank is None:
         return ""
@@ -224,7 +225,7 @@ def describe_slowest(times: Mapping[int, Mapping[str, float]]) -> str:
 
 
 def stage_table(times: Mapping[int, Mapping[str, float]]) -> Table:
-    """Return stage times of all ranks per checkpoint, the slowest of each stage marked, and a bar of their sum."""
+    """Return a table of the ranks' stage times per checkpoint, the longest of each stage marked, with bars of sums."""
     rows = table("rank", *STAGES, "  ".join(f"{_FILLS[stage]} {stage}" for stage in STAGES), right=1 + len(STAGES))
     most = {stage: max(one[stage] for one in times.values()) for stage in STAGES}
     longest = max(sum(one.values()) for one in times.values())

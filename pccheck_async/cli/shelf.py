@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``pccheck shelf``: the contents of a shelf, read without changing it."""
+"""``pccheck shelf``: lists, shows and verifies the variables of a shelf, without changing it."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def ls(path: ShelfPath, json: Json = False) -> Report:
 def show(path: ShelfPath, json: Json = False) -> Report:
     """Show every value in the variables of a shelf.
 
-    Plain ones, and dtype and shape of arrays.
+    Shows plain values, and dtype and shape of arrays.
 
     Exit status: 0 shown, 1 it failed, 2 wrong usage, 4 it is damaged, or no shelf.
     """
@@ -82,7 +82,7 @@ def show(path: ShelfPath, json: Json = False) -> Report:
 def verify(path: ShelfPath, json: Json = False) -> Report:
     """Compare every variable of a shelf with its checksum.
 
-    That of its last transaction.
+    The checksum is that of the variable's last transaction.
 
     Exit status: 0 no variable differs from its last transaction, 1 it failed, 2 wrong usage, 4 some were changed
     outside a transaction, or are damaged.

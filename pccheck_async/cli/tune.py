@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``pccheck tune``: measure a storage, and write down the settings for an engine there."""
+"""``pccheck tune``: measures a disk, and writes the settings for an engine there into a file."""
 
 from __future__ import annotations
 
@@ -86,7 +86,8 @@ def tune(
 ) -> Report | int:
     """Measure a disk, and write down settings for an engine there.
 
-    Changes no checkpoint.
+    Saves sample checkpoints in a folder inside PATH, which is removed at the end; the store's checkpoints are not
+    changed.
 
     Exit status: 0 tuned, 1 it failed or nothing fits into storage, memory and cores, 2 wrong usage, 3 there is no
     checkpoint in PATH to take the size from, and no --size, 4 the store there is damaged.

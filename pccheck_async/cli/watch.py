@@ -41,18 +41,23 @@ _NOBODY = "no engine runs here, or it has not saved yet"
 _MOST_COMMITTED = 8
 _WIDE = 75
 _VERY_WIDE = 100
-"""Columns of a terminal from which on there is room for the sizes of checkpoints in flight, and for bars."""
+"""Widths of a terminal from which on the sizes of checkpoints in flight are shown, and progress bars."""
 _SILENT_SECONDS = 3.0
-"""An engine publishes twice a second: one that has not for so long is stopped, or its machine is."""
+"""Seconds without a new status after which an engine is called silent: engines publish one twice a second."""
 
 
 @dataclass(frozen=True, slots=True)
 class WatchView:
-    """A view of a store at one moment; durable checkpoints newest first.
+    """The state of a store at one moment.
 
-    ``before`` is an earlier status of the same engine, to take rates from; if nothing is published any more, the
-    last one. ``lost``: of durable checkpoints whose slots are lost, by their counters, what ails these; ``problems``:
-    what else `pccheck ls` notes. Both are looked for where no engine runs.
+    Attributes:
+        path: Folder of the store.
+        published: The status that the engine has published; None without one.
+        committed: The durable checkpoints, newest first.
+        before: An earlier status of the same engine, to compute rates; the last one if none is published any more.
+        lost: The faults of lost slots, by the counters of their checkpoints; only known if no engine runs.
+        problems: Other notes of `pccheck ls`; only known if no engine runs.
+        is_bad: Whether the problems mean that something is lost.
     """
 
     path: Path
@@ -65,12 +70,12 @@ class WatchView:
 
     @property
     def status(self) -> Status | None:
-        """The last status of an engine."""
+        """The status that the engine published last; None without one."""
         return None if self.published is None else self.published.status
 
     @property
     def state(self) -> str:
-        """One of "running", "silent" (running and not publishing), "closed" (seen to run before), "died" and "none"."""
+        """State of the engine: "running", "silent" (alive, not publishing), "closed" (ran before), "died" or "none"."""
         if self.published is None:
             return "none" if self.before is None else "closed"
         if not self.published.alive:
@@ -79,11 +84,11 @@ class WatchView:
 
     @property
     def age(self) -> float:
-        """Seconds since the engine published."""
+        """Seconds since the engine published its status."""
         return 0.0 if self.status is None else max(0.0, time.time() - self.status.time)
 
     def rate(self, stage: str) -> float | None:
-        """Bytes per second of a stage since the earlier status."""
+        """Return the bytes per second of a stage since the earlier status; None without two statuses."""
         now, before = self.status, self.before
         if now is None or before is None or before.time >= now.time:
             return None
@@ -91,7 +96,7 @@ class WatchView:
 
     @property
     def stall_share(self) -> float | None:
-        """Share of the time since the earlier status in which training waited; of all the time without one."""
+        """Share of the time in which training waited: since the earlier status, or else since the engine was opened."""
         now, before = self.status, self.before
         if now is None:
             return None
@@ -102,13 +107,13 @@ class WatchView:
 
     @property
     def losses(self) -> list[str]:
-        """A sentence on each lost checkpoint, and on each other problem."""
+        """Sentences on the lost checkpoints, and on other problems."""
         lost = [each for each in self.committed if each.counter in self.lost]
         return [*(f"LOST: step {each.step}: {self.lost[each.counter]}" for each in lost), *self.problems]
 
     @property
     def facts(self) -> tuple[object, ...]:
-        """The facts whose change is worth another line; clocks, rates and shares change with every look."""
+        """The facts that make another line when they change: all but clocks, rates and shares."""
         status, committed = self.status, [(each.counter, each.pinned) for each in self.committed]
         if status is None:
             return self.state, committed, self.losses
@@ -116,7 +121,7 @@ class WatchView:
         return self.state, committed, status.pid, status.step, status.counts, in_flight, status.failure
 
     def document(self) -> dict[str, object]:
-        """The view for ``--json``."""
+        """Return the view as the document for ``--json``."""
         return {
             "state": self.state,
             "age_seconds": None if self.status is None else self.age,
@@ -155,7 +160,7 @@ class WatchView:
         return f"{clock} " + "; ".join(parts)
 
     def parts(self, width: int) -> list[RenderableType]:
-        """Return the engine's part of a panel of so many columns."""
+        """Return the lines and tables on the engine, for a panel of ``width`` characters."""
         parts: list[RenderableType] = [self._headline()]
         if self.status is not None:
             if self.status.in_flight:
@@ -206,7 +211,7 @@ class WatchView:
 
 @dataclass(frozen=True, slots=True)
 class GroupView:
-    """A view of a group's ranks; ``committed`` are the complete checkpoints, newest first."""
+    """The state of a group at one moment: a :class:`WatchView` for each rank, and the complete checkpoints."""
 
     path: Path
     ranks: dict[int, WatchView]
@@ -217,23 +222,23 @@ class GroupView:
 
     @property
     def state(self) -> str:
-        """The worst state of all ranks; those that publish nothing yet, or no more, do not count beside others."""
+        """The worst state of the ranks: the first of "died", "silent", "running", "closed" that one has; or "none"."""
         states = {view.state for view in self.ranks.values()}
         return next((state for state in ("died", "silent", "running", "closed") if state in states), "none")
 
     @property
     def published(self) -> Published | None:
-        """The last status of some rank's engine."""
+        """A status that some rank's engine published; None without one."""
         return next((view.published for view in self.ranks.values() if view.published is not None), None)
 
     @property
     def times(self) -> dict[int, dict[str, float]]:
-        """Seconds of the stages of each rank, per checkpoint."""
+        """Seconds of each stage per checkpoint, by rank."""
         return {rank: stage_times(view.status) for rank, view in self.ranks.items() if view.status is not None}
 
     @property
     def waited_for(self) -> tuple[int, dict[int, str]]:
-        """The step of the oldest checkpoint that some ranks have flushed, and what the others do that they wait for."""
+        """The step of the oldest checkpoint that some ranks have flushed, and the phase of each rank that has not."""
         statuses = {rank: view.status for rank, view in self.ranks.items() if view.status is not None}
         parts = {rank: {each.counter: each for each in status.in_flight} for rank, status in statuses.items()}
         flushed = [each for own in parts.values() for each in own.values() if each.phase == "committing"]
@@ -250,11 +255,11 @@ class GroupView:
 
     @property
     def facts(self) -> tuple[object, ...]:
-        """The facts whose change is worth more lines."""
+        """The facts that make new lines when they change."""
         return *((rank, view.facts) for rank, view in self.ranks.items()), *self.problems
 
     def document(self) -> dict[str, object]:
-        """The view for ``--json``."""
+        """Return the view as the document for ``--json``."""
         return {
             "state": self.state,
             "committed": _as_json(self.committed, self.lost),
@@ -266,7 +271,7 @@ class GroupView:
         }
 
     def line(self) -> str:
-        """Return the view as one line per rank."""
+        """Return the view as text: a line for each rank, and lines on slow ranks and problems."""
         lines = [f"rank {rank}: {view.line()}" for rank, view in self.ranks.items()]
         return "\n".join(filter(None, [*lines, self._waits(), describe_slowest(self.times), *self.problems]))
 
@@ -276,7 +281,7 @@ class GroupView:
         return f"Step {step} waits for {ranks}." if late else ""
 
     def parts(self, width: int) -> list[RenderableType]:
-        """Return the ranks' part of a panel."""
+        """Return the lines and tables on the ranks, for a panel."""
         parts: list[RenderableType] = [Text(str(self.path), style="bold")]
         parts += [Text(f"rank {rank}: {view.line()}") for rank, view in self.ranks.items()]
         parts += [Text(waits)] if (waits := self._waits()) else []
@@ -286,7 +291,7 @@ class GroupView:
 
 
 class Watch:
-    """Looks at a place again and again: at the store of one process, or at those of a group's ranks."""
+    """Takes views of a place, one after the other: of the store of one process, or of the stores of a group's ranks."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -296,7 +301,8 @@ class Watch:
     def look(self) -> WatchView | GroupView:
         """Return the present view. Raises CheckpointError or OSError if it cannot be read.
 
-        If no engine publishes its durable checkpoints, they are those of the place, for a rank, too.
+        The durable checkpoints are those that a running engine publishes, or else those in the commit records (of the
+        whole group, also in the view of a rank).
         """
         from pccheck_async.medium.status_file import CommittedStatus, copied, read_status
 
@@ -329,7 +335,7 @@ class Watch:
         return WatchView(self._path, published, listed, self._before(published), lost, notes, is_bad)
 
     def _before(self, published: Published | None) -> Status | None:
-        """The status of some five seconds ago: rates of less than that jump with every chunk."""
+        """Return the engine's status of some five seconds ago: rates over shorter times change with every chunk."""
         if published is None:
             return self._earlier[-1] if self._earlier else None
         now = published.status
@@ -358,12 +364,12 @@ def watch(
 ) -> int:
     """Watch an engine of another process, without disturbing it.
 
-    It is seen from its first checkpoint on: checkpoints in flight, rates, waiting, the next one due. A terminal
-    gets a live view until Ctrl-C. Anything else, and --json, gets a line for each look that finds a change, until the
-    engine ends; if none runs, one line. Of a group's folder each rank has a line, and the slowest is named, and those
-    that the others wait for.
+    Shows checkpoints in flight, rates, waiting times and when the next checkpoint is due, from the engine's first
+    checkpoint on. On a terminal this is a live view until Ctrl-C. Otherwise, and with --json, a line is printed
+    whenever something has changed, until the engine ends; if none runs, one line. For a group's folder each rank has a
+    line, and the slowest rank is named, and those that the others wait for.
 
-    Exit status: 0 ended by Ctrl-C, the engine that was watched was closed, or with --once one runs there; 1 it
+    Exit status: 0 ended by Ctrl-C, the engine that was watched was closed, or with --once an engine runs there; 1 it
     failed; 2 wrong usage; 3 there is nothing in this folder; 4 no engine runs there (it died, was closed before, or has
     not saved yet), or something is lost or damaged.
     """
@@ -404,7 +410,7 @@ def _show_changes(watching: Watch, interval: float, *, json: bool) -> int:
 
 
 def _status(view: WatchView | GroupView) -> int:
-    """Return the exit status for the last view; print the reason if there is nothing."""
+    """Return the exit status for the last view; print the reason on stderr if there is nothing in the folder."""
     if view.state in ("running", "silent", "closed"):
         return DIFFERENT if view.lost or view.is_bad else 0
     if view.committed or view.published is not None:
@@ -421,7 +427,7 @@ def _as_json(committed: Sequence[CommittedStatus], lost: Mapping[int, str]) -> l
 
 
 def panel(view: WatchView | GroupView, width: int) -> RenderableType:
-    """Return the view as a panel of so many columns."""
+    """Return the view as a panel of ``width`` characters."""
     parts = view.parts(width)
     if view.committed:
         durable = table("durable", "size", "age", "", right=3)
@@ -437,7 +443,7 @@ def panel(view: WatchView | GroupView, width: int) -> RenderableType:
 
 
 def _in_flight_table(in_flight: Sequence[InFlightStatus], width: int) -> Table:
-    """Return as much as has room, the bars last."""
+    """Return a table of the checkpoints in flight, with as many columns as ``width`` has room for."""
     headings = ["in flight", "phase", "for", "captured", "written"]
     headings += ["of"] * (width >= _WIDE) + [""] * (width >= _VERY_WIDE)
     rows = table(*headings, right=len(headings))
@@ -456,7 +462,7 @@ def _phase(each: InFlightStatus) -> str:
 
 
 def _next(status: Status) -> str:
-    """When the next checkpoint is due, empty if that is not known."""
+    """Return when the next checkpoint is due, in words; "" if that is not known."""
     if status.next_step is not None:
         text = f"after step {status.next_step}"
         if status.step is not None and status.step_seconds is not None and status.next_step >= status.step:

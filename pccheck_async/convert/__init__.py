@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints as the files of other tools (torch, safetensors, DCP, Lightning, Hugging Face), and back.
+"""Export of checkpoints to the formats of torch, safetensors, DCP, Lightning and Hugging Face, and import from them.
 
-One module per format, with the limits of that format; memory is bounded by a few chunks on either way. May
-import ``api`` and the rooms below it.
+One module per format, with the limits of that format. Memory is bounded by a few chunks in both directions. May import
+``api`` and the rooms below it.
 """
 
 from pccheck_async.convert.exporting import Exported, export_checkpoint

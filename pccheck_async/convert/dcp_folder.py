@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of ``torch.distributed.checkpoint``, written by that package, which gets the tensors one by one."""
+"""Writes a folder of ``torch.distributed.checkpoint`` by that package itself, which gets the tensors one by one."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ __all__ = ["PART_BYTES", "write"]
 
 PART_BYTES: Final = 32 << 20
 _FILE: Final = 64 << 20
-"""Bytes of tensors in one file, and so in memory at a time."""
+"""Most bytes of tensors in one file, and so in memory at a time."""
 
 
 def write(selection: Selection, connection: Connection, path: Path) -> None:
-    """Write the selection.
+    """Write the selection into a new folder.
 
     Raises:
-        UnsupportedStateError: that package cannot write a dtype (lists all of that), or two leaves would have one name.
+        UnsupportedStateError: DCP cannot write some values (lists them), or two leaves would have one name.
     """
     planner = _Planner(connection)
     state = planner.tree(selection.node, "", selection)
@@ -58,7 +58,7 @@ def write(selection: Selection, connection: Connection, path: Path) -> None:
 
 
 def _save_alone(state: dict[str, Any], writer: FileSystemWriter, planner: SavePlanner) -> None:
-    """Save from this process only, also inside a process group."""
+    """Save from this process alone, even if ``torch.distributed`` is initialised."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it should be here
         if "no_dist" in inspect.signature(save).parameters:
@@ -69,7 +69,7 @@ def _save_alone(state: dict[str, Any], writer: FileSystemWriter, planner: SavePl
 
 
 class _Writer(FileSystemWriter):
-    """Writes several files, as several ranks do: the base class keeps the tensors of a file in memory until its end."""
+    """Writes several files, because the base class keeps all tensors of a file in memory until it is complete."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write one file after the other."""
@@ -90,7 +90,7 @@ def _nbytes(item: WriteItem) -> int:
 
 
 class _Lazy:
-    """Stands for an array inside a value that is pickled as a whole, and is pickled as that array."""
+    """Stand-in for an array inside a value that is pickled as a whole; it is read when it is pickled, as the array."""
 
     def __init__(self, stored: StoredTensor) -> None:
         self._stored = stored
@@ -100,7 +100,7 @@ class _Lazy:
 
 
 class _Planner(DefaultSavePlanner):
-    """Plans by shapes alone, large tensors in parts, and reads each part when it is written."""
+    """A planner that has tensors without data, divides large ones, and reads each part when it is written."""
 
     def __init__(self, connection: Connection) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class _Planner(DefaultSavePlanner):
         self._stored: dict[int, tuple[torch.Tensor, StoredTensor]] = {}  # by the identity of its stand-in
 
     def tree(self, node: Node, path: str, selection: Selection) -> Any:
-        """Return the state with stand-ins for its arrays; list the values that the format cannot hold."""
+        """Return the state with stand-ins for its arrays; add values that DCP cannot write to ``selection.refused``."""
 
         def inside(node: Node) -> list[Any]:
             return [self.tree(child, paths.child(path, name), selection) for name, child in below(node)]
@@ -158,7 +158,7 @@ class _Planner(DefaultSavePlanner):
         return tensor
 
     def create_local_plan(self) -> SavePlan:
-        """Plan, and divide large tensors."""
+        """Return the plan of the base class, with large tensors divided."""
         plan = super().create_local_plan()
         items = [part for item in plan.items for part in self._divided(item)]
         self.plan = dataclasses.replace(plan, items=items)
@@ -182,7 +182,7 @@ class _Planner(DefaultSavePlanner):
         return divided
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        """Read the data of this item."""
+        """Return the data of an item; for a tensor, read it now."""
         found = self._stored.get(id(self.state_dict.get(write_item.index.fqn)))
         if found is None:
             return super().resolve_data(write_item)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading a folder of ``torch.distributed.checkpoint``: tensors in full, saved by any number of ranks.
+"""Reads a folder of ``torch.distributed.checkpoint``, saved by any number of ranks, with tensors in full.
 
-Its ``.metadata`` is a pickle. It is not unpickled but read, as a description: no class or function that it names is
-looked up. All later steps check its contents.
+The file ``.metadata`` is a pickle. It is not unpickled, but parsed into a description: no class or function that it
+names is looked up. All contents are checked before they are used.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ __all__ = ["METADATA", "read"]
 
 METADATA: Final = ".metadata"
 _MOST_ITEMS: Final = 1 << 20
-"""Of a list; a path may name any index, and the places before it are filled with None."""
+"""Most items of a list: a path may name any index, and the places before it are filled with None."""
 _MOST_KEYS: Final = 100
-"""Of a path: no state is nested more deeply."""
+"""Most keys of a path: no state is nested more deeply."""
 
 _Sizes: TypeAlias = tuple[int, ...]
 
 
 def read(folder: Path, scratch: Path, reading: Reading) -> dict[str, Any]:
-    """Return the state in a folder. One part of a tensor is in memory at a time, the tensors in a file of ``scratch``.
+    """Return the state in a folder, with its tensors in a mapped file in ``scratch``; one part is read at a time.
 
     Raises:
-        UnsupportedStateError: it needs code to be run for reading, or was saved through an extension.
-        CorruptStoreError: something in it is damaged, or a file is not there.
+        UnsupportedStateError: a value cannot be read without running code, or was saved through an extension.
+        CorruptStoreError: a file is damaged or missing.
     """
     file = folder / METADATA
     try:
@@ -61,7 +61,7 @@ def read(folder: Path, scratch: Path, reading: Reading) -> dict[str, Any]:
 
 
 class _BadError(Exception):
-    """The metadata is impossible; the text gives the reason."""
+    """The metadata is invalid; the text gives the reason."""
 
 
 # -- the pickle
@@ -69,7 +69,7 @@ class _BadError(Exception):
 
 @dataclass(slots=True, eq=False)
 class _Object:
-    """The description of an object: its constructor, the arguments, and the state that it would have got."""
+    """The description of an object in a pickle: its constructor's name, the arguments, and its state."""
 
     kind: str
     arguments: Any
@@ -77,15 +77,16 @@ class _Object:
 
 
 class _Name(str):
-    """A class or function by its name."""
+    """The name of a class or function in a pickle."""
 
     __slots__ = ()
 
 
 def _objects(data: bytes) -> Any:
-    """Return the contents of a pickle, with stand-ins for all but plain values. Raises any Exception for a damaged one.
+    """Return the contents of a pickle, with descriptions of all objects but plain values.
 
-    A subset of pickle's protocols 2 to 5: that of dataclasses, containers, numbers and strings.
+    Supports the part of pickle's protocols 2 to 5 for dataclasses, containers, numbers and strings. A damaged pickle
+    may raise any Exception.
     """
     stack: list[Any] = []
     marked: list[list[Any]] = []
@@ -153,7 +154,7 @@ _CHECKPOINT: Final = "torch.distributed.checkpoint"
 
 
 def _state(thing: Any, name: str) -> Mapping[str, Any]:
-    """Return the attributes of an object of torch. Raises _BadError if it is another thing."""
+    """Return the attributes of the described object. Raises _BadError unless it is of DCP's class ``name``."""
     if not isinstance(thing, _Object) or thing.kind != f"{_CHECKPOINT}.{name}":
         raise _BadError(f"a {thing.kind if isinstance(thing, _Object) else type(thing).__name__} is no {name}")
     if not isinstance(thing.state, dict | None):
@@ -175,7 +176,7 @@ def _sizes(thing: Any) -> _Sizes:
 
 @dataclass(slots=True)
 class _Tensor:
-    """A tensor in full, and the boxes with elements that it is stored in: offsets and sizes."""
+    """A whole tensor, and the boxes in which it is stored: sizes by offsets, without empty ones."""
 
     dtype: torch.dtype
     shape: _Sizes
@@ -200,7 +201,7 @@ class _Tensor:
         return tensor
 
     def _trouble(self, count: int) -> str:
-        """Why the boxes do not make the tensor; empty if they do."""
+        """Return why the boxes do not cover the tensor exactly once; "" if they do."""
         dims = len(self.shape)
         if any(len(offsets) != dims or len(sizes) != dims for offsets, sizes in self.boxes.items()):
             return "has chunks of other dimensions"
@@ -217,7 +218,7 @@ class _Tensor:
 
 
 class _Place(NamedTuple):
-    """Where a box of a tensor, or a value, is stored; ``offsets`` of the box, None for a value."""
+    """The place in a file of a tensor's box, or of a value, for which ``offsets`` is None."""
 
     file: str
     start: int
@@ -228,12 +229,12 @@ class _Place(NamedTuple):
 
 @dataclass(slots=True)
 class _Content:
-    """The contents of a folder, by flat names.
+    """The contents of a folder according to its metadata, by flat names.
 
     Attributes:
         entries: The tensors, and None for other values, in the order of the state.
-        paths: The keys of each from the root; names that are not in it are keys of the root.
-        places: In the order of the files.
+        paths: The keys from the root to each entry; a name that is not in it is a key of the root.
+        places: The places of all boxes and values, in the order of files and offsets.
     """
 
     entries: dict[str, _Tensor | None]
@@ -266,7 +267,7 @@ class _Content:
         return content
 
     def check_files(self, folder: Path) -> None:
-        """Raise CorruptStoreError where a file is not there, or too short."""
+        """Raise CorruptStoreError if a file is missing or too short."""
         titles = sorted({place.file for place in self.places})
         if lost := [title for title in titles if not (folder / title).is_file()]:
             raise CorruptStoreError(f"{folder} lacks the files {listed(lost)}, which its metadata names")
@@ -314,7 +315,7 @@ def _place(info: Mapping[str, Any], name: str, offsets: _Sizes | None) -> _Place
 
 
 def _read(folder: Path, content: _Content, scratch: Path, reading: Reading) -> dict[str, Any]:
-    """Read every part once, forwards."""
+    """Read every box and value once, in the order of the files; return tensors and values by flat names."""
     values: dict[str, Any] = dict.fromkeys(content.entries)
     tensors = {name: entry for name, entry in content.entries.items() if entry is not None}
     wanted = [(entry.shape, entry.dtype) for entry in tensors.values()]
@@ -352,7 +353,7 @@ def _read(folder: Path, content: _Content, scratch: Path, reading: Reading) -> d
 
 
 def _put(part: Any, entry: _Tensor, place: _Place, whole: torch.Tensor) -> None:
-    """Put one box of a tensor into it."""
+    """Copy one box of a tensor into the whole tensor. Raises CorruptStoreError, NotReadableError."""
     assert place.offsets is not None
     sizes = entry.boxes[place.offsets]
     if not isinstance(part, torch.Tensor) or part.dtype != entry.dtype or tuple(part.shape) != sizes:
@@ -372,11 +373,11 @@ class _List(dict[int, Any]):
 
 
 class _Dict(dict[str, Any]):
-    """A dict of the state, and not a value in it."""
+    """A container of the state, to distinguish it from a dict that is a value in it."""
 
 
 def _nested(values: Mapping[str, Any], paths: Mapping[str, Sequence[str | int]]) -> dict[str, Any]:
-    """Put flat names at their paths, as that package does: a list's missing items are None."""
+    """Return the nested state of values by flat names, as DCP makes it: a list's missing items are None."""
     root = _Dict()
     for name, value in values.items():
         path = paths.get(name, (name,))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Export: one checkpoint, or a part of it, as a file that others read without this package."""
+"""Export of one checkpoint, or a part of it, as a file or folder that can be read without this package."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PARTS: Final = {
     "dcp": (".metadata", "*.distcp", SAVED),
     "transformers": transformers_folder.WRITTEN,
 }
-"""Names in a folder that an export makes."""
+"""Patterns of the names in a folder that an export writes, by format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +39,12 @@ class Exported:
     """The result of an export.
 
     Attributes:
-        info: The checkpoint.
+        info: The checkpoint that was exported.
         path: The new file or folder.
-        nbytes: Its size.
-        tensors: Tensors and arrays in it.
-        values: Plain values in it.
-        changed: Values that became something else there, each with the new form.
+        nbytes: Size of the new file or folder in bytes.
+        tensors: Number of exported tensors and arrays.
+        values: Number of exported plain values.
+        changed: Values that were exported in another form, each with that form.
     """
 
     info: CheckpointInfo
@@ -73,38 +73,37 @@ def export_checkpoint(
 ) -> Exported:
     """Write a checkpoint, or a part of it, as a file or folder of another format.
 
-    Works beside a writer, also one of this process: of a checkpoint in flight, call ``pending.result()`` first, and
-    keep it (by a name and ``keep_last="all"``, or a pin) as long as the export takes to begin.
+    A writer, also an engine of this process, may run meanwhile. To export a checkpoint in flight, call
+    ``pending.result()`` first, and see that it is kept (by ``keep_last="all"``, or a pin) until the export has begun.
 
-    The step, the name and the metadata of the checkpoint go along, for :func:`import_checkpoint`; not for "lightning"
-    and "transformers", whose own files name the step.
+    The step, the name and the metadata of the checkpoint are exported, too, for :func:`import_checkpoint`; not for
+    "lightning" and "transformers", whose own files name the step.
 
-    Every byte is verified on its way. Memory stays within ``host_memory`` and a few dozen MiB, for checkpoints of any
-    size, if tensors lie contiguous; for "dcp" within 128 MiB more. The result
-    appears under its name only when it is whole and flushed.
+    Every byte is verified. Memory stays within ``host_memory`` and a few dozen MiB, for checkpoints of any size, if
+    tensors are contiguous; for "dcp" 128 MiB more. The result appears at ``out`` only when it is complete and flushed.
 
     "torch"
         A file for ``torch.load(out, weights_only=True)``, mapped or not: the nested state, with views, strides and
         ties. Numpy arrays and scalars become tensors and Python's values. Refused are frozensets, empty bytes, ints of
         more than 255 bytes, dtypes of numpy, arrays that no tensor can be, and integers of less than a byte.
     "safetensors"
-        The tensors under the paths of their leaves, each in full, also where several share memory, and in C order.
-        Plain values that JSON can express are in the metadata ``pccheck_async.values``, and all of them, together with
-        the structure, in ``pccheck_async.state``, from which :func:`import_checkpoint` makes the state again, ties
-        between equal views included. Dtypes that the format lacks (such as complex128) are refused. With
+        The tensors under the paths of their leaves, each in full, even if several share memory, and in C order. Plain
+        values that JSON can express are in the metadata ``pccheck_async.values``. The structure with all plain values
+        is in ``pccheck_async.state``, from which :func:`import_checkpoint` rebuilds the state, including ties between
+        equal views. Dtypes that the format lacks (such as complex128) are refused. With
         ``max_file_size`` it is a folder in the layout of Hugging Face's libraries:
         ``model-00001-of-00003.safetensors`` and so on, each a whole file of the format, and
         ``model.safetensors.index.json``, whose ``weight_map`` assigns tensors to files and whose ``metadata`` has the
         metadata of a single file. A model that fits into one file is ``model.safetensors``, without an index.
     "dcp"
         A folder that ``torch.distributed.checkpoint`` loads, also resharded. Tensors of more than 32 MiB are stored in
-        parts, and all of them in files of about 64 MiB, since that package's writer keeps the tensors of a file in
-        memory until it is complete. Plain values, numpy arrays and tuples are stored in that package's way:
-        pickled, each as a whole. Tied tensors are stored once each, and empty dicts not at all. Refused are tensors of
-        bits and of integers of less than a byte.
+        parts, and all tensors in files of about 64 MiB, because that package's writer keeps the tensors of a file in
+        memory until it is complete. Plain values, numpy arrays and tuples are pickled, each as a whole, as that package
+        does. Of tied tensors each is stored in full, and empty dicts are not stored. Refused are tensors of bits and of
+        integers of less than a byte.
 
-    For "safetensors" and "dcp", tensors that do not lie contiguous are read in parts of the first dimension, of 32 MiB
-    or one item each; that takes as much memory as the part spans in the checkpoint.
+    For "safetensors" and "dcp", tensors that are not contiguous are read in parts of the first dimension, of 32 MiB or
+    one item each; that takes as much memory as the part spans in the checkpoint.
 
     Args:
         path: Folder of a store, or of a group: then one rank's part of a complete checkpoint is exported, and
@@ -114,28 +113,27 @@ def export_checkpoint(
         to: The format.
         step: The step to export; by default the newest checkpoint, or the next older one if its manifest is damaged.
         name: The name of the checkpoint, as given to ``checkpoint(name=...)``, instead of its step.
-        rank: Of a group: the rank of the part. By default 0, if no rank has different tensors under its names.
+        rank: The rank of a group whose part is exported. By default 0, if other ranks have no different tensors.
         keys: Globs over leaf paths (``"model.*"``); only matching leaves are exported, and read.
-        root: Path of a container or object (``"model"``) that becomes the whole: names then begin below it.
+        root: Path of a container or object (``"model"``) to export as the whole state: names then begin below it.
         max_file_size: For "safetensors": most bytes of tensors in one file (``max_shard_size`` in transformers). A
             larger tensor has a file of its own.
         metadata: For "safetensors": strings for the metadata of the file (in several files, of the index).
-        overwrite: Replace the export at ``out``, in one step: a file (or a link, not its target), or a folder in
-            which there is nothing but such an export. If a filesystem cannot exchange names (NFS), a folder's name
-            is gone for a moment.
-        host_memory: Most staging memory in bytes; at least a chunk of the checkpoint is taken.
+        overwrite: Replace the export at ``out`` atomically: a file (or a link, not its target), or a folder with
+            nothing but such an export. If a filesystem cannot exchange names (NFS), a folder is missing for a moment.
+        host_memory: Most staging memory in bytes; at least one chunk of the checkpoint is used.
         io: As for :class:`pccheck_async.CheckpointEngine`.
 
     Raises:
-        UnsupportedStateError: the format cannot express something; lists all of that, and nothing was written.
-        StateMismatchError: ``keys`` or ``root`` name nothing; or no ``rank`` is given, and ranks have different tensors
-            under the same names.
-        NoCheckpointError: there is none, or not the requested one.
+        UnsupportedStateError: the format cannot express some values; lists them all. Nothing was written.
+        StateMismatchError: ``keys`` or ``root`` match nothing; or no ``rank`` is given, and ranks have different
+            tensors under the same names.
+        NoCheckpointError: there is no checkpoint, or not the requested one.
         IncompleteCheckpointError: ``path`` is the folder of one rank, and a tensor lies on several.
         CorruptStoreError: a checksum does not hold; nothing is left of the new file.
-        FileExistsError: there is something at ``out``, or with ``overwrite`` something else than such an export.
+        FileExistsError: there is something at ``out``, or with ``overwrite`` something other than such an export.
         ReadError, WriteError: a device failed; WriteError also if the folder for ``out`` is missing.
-        ValueError: there is no such format, or ``max_file_size`` or ``metadata`` means nothing.
+        ValueError: ``to`` is no format, or another argument is out of range or not for this format.
     """
     formats = ("torch", "safetensors", "dcp", "lightning", "transformers")
     if to not in formats:

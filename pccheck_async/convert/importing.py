@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Import: a file or folder of others as a new checkpoint of a store."""
+"""Import of a file or folder of another format as a new checkpoint of a store."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ _SOURCES: Final[tuple[Source, ...]] = get_args(Source)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Imported(CheckpointInfo):
-    """The new checkpoint and its source. It equals the :class:`CheckpointInfo` of that checkpoint.
+    """The result of an import; compares equal to the :class:`CheckpointInfo` of the new checkpoint.
 
     Attributes:
         source: The format that was read.
-        missing: Parts that a run that goes on from it will lack, and those left out; each with the reason.
+        missing: Parts that were left out, or that a run resumed from the checkpoint will lack, each with the reason.
     """
 
     source: Source = "torch"
@@ -65,35 +65,35 @@ def import_checkpoint(
 ) -> Imported:
     """Save the contents of a file or folder as the newest checkpoint of a store. Older checkpoints stay.
 
-    No code in it runs. Files of "torch" and "safetensors" are mapped, not read as a whole. Checksums are verified
-    first, if there are any: files of safetensors have none, and a file that torch wrote without is named in
-    ``missing``.
+    No code in the file runs. Files of "torch" and "safetensors" are mapped, not read as a whole. Checksums are verified
+    first, if there are any. (Files of safetensors have none; if a file of torch has none, ``missing`` says so.)
 
     "torch"
-        A file of ``torch.save``, read with ``weights_only=True``. One that was compressed is read into memory. Or a
-        folder with ``pytorch_model.bin``, or with several such files and an index, or that index itself.
+        A file of ``torch.save``, read with ``weights_only=True``. A compressed file is read into memory. Or a folder
+        with ``pytorch_model.bin``, or with several such files and an index, or that index itself.
     "safetensors"
         A file; or a folder of several with ``model.safetensors.index.json``, or that index itself. If a folder has
-        nothing but one variant (``model.fp16.safetensors``), that is taken. Gives the tensors
-        under their names, and the whole state where :func:`export_checkpoint` made it. Its metadata become those of the
-        checkpoint, as far as there is room (512 bytes).
+        only one variant (``model.fp16.safetensors``), that is read. The state has the tensors under their names, or is
+        the whole state if :func:`export_checkpoint` made the file. The file's metadata become the checkpoint's, as far
+        as they fit (512 bytes).
     "dcp"
         A folder that ``torch.distributed.checkpoint`` saved to files, from any number of ranks; tensors that lay on
-        several are put together. Keys and lists have that package's form: numbers as keys are strings. Takes the
-        memory of the whole state, and of its largest part once more. Pickled values are read with
-        ``weights_only=True``; arrays and scalars of numpy are made without numpy's unpickling functions.
+        several are put together. Keys and lists have that package's form: numbers as keys are strings. The tensors are
+        put into a temporary file in the store's folder, so this takes disk space for the whole state, and memory for
+        its largest part. Pickled values are read with ``weights_only=True``; arrays and scalars of numpy are made
+        without numpy's unpickling functions.
 
     Args:
         file: The file or folder, or a symbolic link to one; pipes and devices cannot be mapped, and are refused.
-        path: Folder of the store; created where it does not exist. Nobody else may write to it.
-        source: The format.
-        step: The step of the new checkpoint; by default that of the exported one, if the file was exported from here,
-            or the one that a file of Lightning or of the Trainer names, else one more than that of the store's
-            newest checkpoint. One that is smaller has to be given. The name of an exported one goes along,
-            unless the store has a checkpoint of that name.
-        root: Put the contents below this name in the state (``"model"``); contents that are no mapping need one.
-        metadata: Small facts, as for ``checkpoint``; by default those of the exported checkpoint, or that a
-            file of safetensors names.
+        path: Folder of the store; created if it does not exist. Nobody else may write to it.
+        source: The format; by default it is detected.
+        step: The step of the new checkpoint. By default the step of the exported checkpoint, if the file was exported
+            by this package, or the step that a file of Lightning or of the Trainer names, or one more than the step of
+            the store's newest checkpoint. A step smaller than that must be given explicitly. The new checkpoint also
+            has the name of the exported one, unless the store has a checkpoint of that name.
+        root: Put the contents below this name in the state (``"model"``); required if they are no mapping.
+        metadata: A few plain values, as for ``checkpoint``; by default those of the exported checkpoint, or of the file
+            of safetensors.
         skip_unreadable: Leave out values of torch's files that cannot be read without running code in them (such as
             hyperparameters that omegaconf made), and name them in ``missing``; else they are refused.
         host_memory: Most staging memory in bytes.
@@ -105,17 +105,17 @@ def import_checkpoint(
     Durability: durable when this returns.
 
     Raises:
-        FileNotFoundError: there is no such file, or an index names one that is not there; of a folder that holds
-            checkpoints further below, these are named.
-        UnsupportedStateError: a value of the file cannot be saved, or not be read without running code, and is named;
-            or the file is of another format, which is named.
-        CorruptStoreError: the file is damaged (it ends too early, a checksum in it does not hold), or one lacks a
-            tensor that an index names.
+        FileNotFoundError: there is no such file, or a file that an index names is missing. If the path is a folder with
+            checkpoints further below, the message names these.
+        UnsupportedStateError: a value of the file cannot be saved, or cannot be read without running code; or the file
+            is of another format. The message names the values, or the format.
+        CorruptStoreError: the file is damaged (it ends too early, or a checksum does not hold), or lacks a tensor that
+            an index names.
         StoreLockedError: a trainer writes to the store.
         StoreError: the store has a checkpoint of a later step, and ``step`` is not given.
         StoreFullError: there is no space, or the store holds as many checkpoints as it can.
-        ImportError: ``source="safetensors"``, and that package is not there.
-        ValueError: there is no such format.
+        ImportError: the format is "safetensors", and that package is not installed.
+        ValueError: ``source`` is no format.
     """
     name = Path(file)
     if source not in (None, *_SOURCES):
@@ -183,7 +183,7 @@ def import_checkpoint(
 
 
 def _absent(path: str | os.PathLike[str], step: int, state: Mapping[str, Any], io: IO) -> list[str]:
-    """Return a line on what the checkpoint of a step has, and a state has not, if any; of a damaged one none."""
+    """Return a remark on top-level parts that ``state`` lacks and the checkpoint of ``step`` has; [] without any."""
     absent, known = dict[str, None](), tuple(f"{name}." for name in state)
     with suppress(CheckpointError), open_checkpoint(path, step=step, io=io) as there:
         absent = {leaf.partition(".")[0]: None for leaf in there if not f"{leaf}.".startswith(known)}
@@ -192,9 +192,9 @@ def _absent(path: str | os.PathLike[str], step: int, state: Mapping[str, Any], i
 
 
 def _find(name: Path, source: Source | None) -> tuple[Path, Source]:
-    """Return the file or folder to read, and its format; without ``source`` Lightning's checkpoints count as "torch".
+    """Return the file or folder to read, and its format; without ``source`` a checkpoint of Lightning is "torch".
 
-    Raise if it is of another format: the error of its reader would not name that.
+    Raises UnsupportedStateError, FileNotFoundError with the format that it seems to have, if that is not ``source``.
     """
     if (name / IDENTITY_NAME).is_file() or (name / GROUP_NAME).is_file():
         among = _look(name)
@@ -235,7 +235,7 @@ _ALSO: Final[tuple[dict[Source, tuple[Source, ...]], ...]] = (
         "torch": ("transformers",),
     },
 )
-"""Other formats as which a file (or a folder: the second) that looks like one may be read."""
+"""For a file, and for a folder: further formats that ``source`` may name, by the format that it looks like."""
 _FOLDERS: Final[dict[Source, str]] = {
     "dcp": "torch.distributed.checkpoint",
     "transformers": "Hugging Face's Trainer",
@@ -264,7 +264,7 @@ def _look(name: Path) -> Source | None:
 
 
 def _check_place(name: Path, kind: Source) -> None:
-    """Raise if a file or folder that looks like no format cannot be of ``kind``."""
+    """Raise FileNotFoundError, UnsupportedStateError if a file or folder of unknown format cannot be of ``kind``."""
     if kind in ("dcp", "transformers") and not name.is_dir():
         raise FileNotFoundError(f"{name} is a file; give the folder that {_FOLDERS[kind]} saved to")
     if kind == "dcp":
@@ -281,17 +281,17 @@ def _check_place(name: Path, kind: Source) -> None:
 
 
 _DEPTH: Final = 3
-"""Folders from a logger's own to the files in it: ``lightning_logs/version_0/checkpoints/last.ckpt``."""
+"""Levels of folders that are searched for checkpoints: ``lightning_logs/version_0/checkpoints/last.ckpt`` has three."""
 
 
 def _below_in_words(name: Path) -> str:
-    """Return advice with the checkpoints in a folder, by their names in it; empty if there is none."""
+    """Return advice that names checkpoints below a folder; "" if there is none."""
     found = sorted((str(one.relative_to(name)) for one in _below(name, _DEPTH)), key=_by_numbers)
     return f"; it is one level too high or more: give {first_few(found, 5)}" if found else ""
 
 
 def _below(folder: Path, depth: int) -> Iterator[Path]:
-    """Yield folders and files that look like checkpoints, and look into no such folder."""
+    """Yield folders and files below a folder that look like checkpoints; such a folder is not searched further."""
     if not folder.is_dir():
         return
     for one in folder.iterdir():

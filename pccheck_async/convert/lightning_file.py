@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``.ckpt`` of Lightning, to the state of ``integrations.lightning`` and back.
+"""Converts the contents of a ``.ckpt`` of Lightning to the state of ``integrations.lightning``, and back.
 
-Here and not beside that adapter, because it takes the file only: Lightning need not be there.
+Only the file is needed: Lightning need not be installed, so this is not a part of that adapter.
 """
 
 from __future__ import annotations
@@ -25,22 +25,24 @@ _NAMES: Final = {
     "callbacks": "callbacks",
     "loops": "loops",
 }
-"""Parts of the state, and their names in the file; the rest of the file is ``others``."""
+"""Parts of the state, and their names in the file; the rest of the file becomes the part ``others``."""
 _OTHERS: Final = "pccheck_others"
-"""The name of everything but the shards, in the state that a PCcheckModelParallelStrategy saves."""
+"""Key of everything but model and optimizers in the state that a PCcheckModelParallelStrategy saves."""
 
 
 def is_checkpoint(held: object) -> bool:
-    """Whether a file of ``torch.save`` held a checkpoint of Lightning."""
+    """Return whether the contents of a file of ``torch.save`` are a checkpoint of Lightning."""
     return isinstance(held, Mapping) and _NAMES["model"] in held and _VERSION in held
 
 
 def to_state(held: Any, file: Path, missing: list[str]) -> tuple[dict[str, Any], int | None]:
-    """Return the state that a file held, and its step, if it names one; missing parts are added to ``missing``.
+    """Return the state in a file's contents ``held``, and its step or None; missing parts are added to ``missing``.
 
-    A file may be stripped of all but the weights.
+    Everything but the weights may be missing. The step is ``global_step - 1``, because the callback counts from 0.
 
-    Steps count from 0, like those of the callback: after ``global_step`` of them the last one is that less one.
+    Raises:
+        UnsupportedStateError: there is no ``state_dict``.
+        CorruptStoreError: ``global_step`` is no step.
     """
     if not isinstance(held, Mapping) or _NAMES["model"] not in held:
         raise UnsupportedStateError(f"{file} is no checkpoint of Lightning: it has no state_dict")
@@ -57,9 +59,10 @@ def to_state(held: Any, file: Path, missing: list[str]) -> tuple[dict[str, Any],
 
 
 def to_file(selection: Selection) -> Selection:
-    """Return the selection with the names of the file, which a PCcheckIO or its strategy saved under these.
+    """Return a selection with the names of Lightning's file.
 
-    Raises UnsupportedStateError if it is no state of them, nor of the callback.
+    A checkpoint of PCcheckIO or PCcheckModelParallelStrategy has these names already; one of the callback is converted.
+    Raises UnsupportedStateError if it is a checkpoint of neither.
     """
     there = dict(below(selection.node))
     if is_own := _NAMES["model"] in there and (_VERSION in there or _OTHERS in there):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that files back, so that states larger than memory can be imported: used pages go back to the kernel."""
+"""Tensors in mapped files, whose pages are given back to the kernel: so states larger than memory can be imported."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from pccheck_async.medium.mapping import libc, map_file
 __all__ = ["give_back", "given_back", "tensors_in_a_file"]
 
 _MADV_PAGEOUT: Final = 21
-"""From Linux 5.4 on. Nothing is lost by it: pages that are needed again are read again."""
+"""``MADV_PAGEOUT``, from Linux 5.4 on: writes pages back and frees them; they are read again when needed."""
 _SECONDS: Final = 0.05
 _ALIGNMENT: Final = 64
 
 
 def tensors_in_a_file(folder: Path, wanted: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[torch.Tensor]:
-    """Return tensors of these shapes and dtypes, of any content, in a file without a name.
+    """Return uninitialised tensors of these shapes and dtypes, in a mapped file without a name.
 
-    Raises OSError if ``folder``, or the nearest one above that is there, has no space for them.
+    The file is in ``folder``, or the nearest folder above that exists. Raises OSError if there is no space for it.
     """
     sizes = [prod(shape) * dtype.itemsize for shape, dtype in wanted]
     whole = sum(size + -size % _ALIGNMENT for size in sizes)
@@ -47,7 +47,7 @@ def tensors_in_a_file(folder: Path, wanted: Sequence[tuple[Sequence[int], torch.
 
 
 def give_back(tensors: Iterable[torch.Tensor]) -> None:
-    """Give the pages of mapped tensors back to the kernel; the contents stay."""
+    """Free the memory of mapped tensors' pages; their contents stay in the file."""
     for storage in {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}.values():
         start = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         nbytes = (storage.data_ptr() + storage.nbytes() - start) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -57,7 +57,7 @@ def give_back(tensors: Iterable[torch.Tensor]) -> None:
 
 @contextmanager
 def given_back(values: Iterable[Any]) -> Iterator[None]:
-    """Give back the pages of the tensors among ``values`` again and again, while the body reads them."""
+    """Free the memory of the tensors among ``values`` every 0.05 s, in a thread, until the context is left."""
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     ended = threading.Event()
 

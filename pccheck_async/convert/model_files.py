@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of the files of a model in a folder of Hugging Face's libraries, and other things that lie in their place."""
+"""Finds the files of a model in a folder of Hugging Face's libraries, and recognises files that are no checkpoints."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _STEMS: Final[Mapping[Suffix, str]] = {"safetensors": "model", "bin": "pytorch_m
 
 
 class Index(msgspec.Struct, frozen=True):
-    """Which of several files holds which tensor, and metadata of all of them."""
+    """The index of a model in several files: the file of each tensor, and metadata of all files."""
 
     weight_map: dict[str, str]
     metadata: dict[str, Any] = {}  # msgspec copies it
 
 
 def is_index(file: Path, suffix: Suffix) -> bool:
-    """Whether a file is called like an index of several, with any word before and perhaps a variant."""
+    """Return whether a file has the name of an index of several files, with any word before and perhaps a variant."""
     return re.search(rf"\.{suffix}\.index(\.[\w-]+)?\.json$", file.name) is not None
 
 
 def find_all(folder: Path, suffix: Suffix) -> list[Path]:
-    """Return the files with a model in full and the indexes of several in a folder, in order of preference.
+    """Return, in order of preference, the files in a folder that hold a whole model, and indexes of several files.
 
     Names without a variant ("fp16") come before names with one, and a single file before an index.
     """
@@ -51,9 +51,9 @@ def find_all(folder: Path, suffix: Suffix) -> list[Path]:
 
 
 def find(folder: Path, suffix: Suffix) -> Path:
-    """Return the only file of a model in a folder, or the index of several, as transformers looks for them.
+    """Return the file of a model in a folder, or the index of several files, as transformers chooses it.
 
-    Raises FileNotFoundError; UnsupportedStateError where there are several indexes, or nothing but several variants.
+    Raises FileNotFoundError without one; UnsupportedStateError if there are only several indexes or variants.
     """
     stem, found = _STEMS[suffix], find_all(folder, suffix)
     if not found:
@@ -69,7 +69,7 @@ def find(folder: Path, suffix: Suffix) -> Path:
 
 
 def left_out(folder: Path, taken: Path) -> list[str]:
-    """Return the files of tensors and pickles in a folder that are no part of the model that was taken from it."""
+    """Return a remark on each file of tensors or pickles in a folder that is no part of the model in ``taken``."""
     titles = {taken.name}
     if any(is_index(taken, suffix) for suffix in _STEMS):
         titles.update(read_index(taken).weight_map.values())
@@ -78,7 +78,7 @@ def left_out(folder: Path, taken: Path) -> list[str]:
 
 
 def read_index(place: Path) -> Index:
-    """Read an index. Raises CorruptStoreError; FileNotFoundError where a file that it names is not there."""
+    """Return the contents of an index file. Raises CorruptStoreError; FileNotFoundError if a named file is missing."""
     refuse_other_things(place)
     try:
         index = msgspec.json.decode(place.read_bytes(), type=Index)
@@ -93,7 +93,7 @@ def read_index(place: Path) -> Index:
 
 
 def listed(names: list[str]) -> str:
-    """Return the first 20 of some names in words."""
+    """Return the first 20 names, and the number of the others, as text."""
     return ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
 
 

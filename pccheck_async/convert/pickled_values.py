@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading results of ``torch.save``, a file or one value in memory, without running code.
+"""Reads results of ``torch.save``, a file or a part of one, without running code from them.
 
-torch's restricted unpickler does not support numpy. Its arrays, scalars and dtypes are made here, by this package's own
-code for their formats: numpy's functions would trust the pickle.
+torch's restricted unpickler does not support numpy. Arrays, scalars and dtypes of numpy are made by this module's own
+code, because numpy's functions would trust the pickle.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ __all__ = ["NotReadableError", "Reading", "Section", "read_file", "read_value"]
 
 _PIECE_BYTES: Final = 1 << 20
 _PROTOCOL: Final = 2
-"""Of pickle, as torch.save writes by default and the restricted unpickler reads."""
+"""Pickle protocol that torch.save writes by default, and that the restricted unpickler reads."""
 
 
 @dataclass(slots=True)
 class Reading:
-    """The options of a reader, and its remarks beside the state.
+    """The options of an import, and its results in addition to the state.
 
     Attributes:
         skips: Whether values that cannot be read without running code are left out; else they are refused.
-        missing: Values left out, and those that a run that goes on from it will lack; each with the reason.
-        unchecked: Why there were no checksums to compare something with.
-        saved: The facts about the checkpoint, in an export from here.
+        missing: Parts that were left out, or that a resumed run will lack, each with the reason.
+        unchecked: Reasons why some data could not be compared with checksums.
+        saved: The facts about the checkpoint, if the file was exported by this package.
     """
 
     skips: bool = False
@@ -57,13 +57,13 @@ class NotReadableError(Exception):
 
 
 class Section(io.RawIOBase):
-    """A part of an open file, as a file."""
+    """A part of an open file, as a read-only file."""
 
     def __init__(self, file: BinaryIO, start: int, nbytes: int) -> None:
         self._file, self._start, self._nbytes, self._at = file, start, nbytes, 0
 
     def readinto(self, buffer: Any) -> int:
-        """Read the next bytes."""
+        """Read the next bytes into a buffer; return their number."""
         view = memoryview(buffer)[: max(0, self._nbytes - self._at)]
         self._file.seek(self._start + self._at)
         count = self._file.readinto(view)  # type: ignore[attr-defined]
@@ -71,27 +71,27 @@ class Section(io.RawIOBase):
         return int(count)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go elsewhere."""
+        """Change the position in the section; return it."""
         self._at = offset + (0, self._at, self._nbytes)[whence]
         return self._at
 
     def tell(self) -> int:
-        """The number of bytes before the next."""
+        """Return the position in the section."""
         return self._at
 
     def readable(self) -> bool:
-        """True."""
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """True."""
+        """Return True."""
         return True
 
 
 def read_value(data: Section, reading: Reading) -> Any:
-    """Return the value that was saved.
+    """Return the value that ``torch.save`` wrote into a section, after comparing all bytes with their checksums.
 
-    Raises NotReadableError; CorruptStoreError if the bytes are no whole file, or differ from the written ones.
+    Raises NotReadableError if code would have to run; CorruptStoreError if the bytes are damaged or incomplete.
     """
     if data.read(2) != b"PK":  # older formats: in a tar archive, code could run up to torch 2.5 (CVE-2025-32434)
         raise CorruptStoreError("it does not begin as torch.save begins")
@@ -103,14 +103,14 @@ def read_value(data: Section, reading: Reading) -> Any:
 
 
 def read_file(file: Path, reading: Reading) -> Any:
-    """Return the contents of a file; its tensors are mapped, not read, unless they are compressed.
+    """Return the contents of a file of ``torch.save``; tensors are mapped, not read, unless they are compressed.
 
-    All bytes are compared with their checksums first.
+    All bytes are compared with their checksums first, if there are any.
 
     Raises:
-        UnsupportedStateError: some values, which are named, cannot be read without running code. Or it is a file of
-            another kind, which is named.
-        CorruptStoreError: it is no whole file of ``torch.save``, or differs from the written one.
+        UnsupportedStateError: some values cannot be read without running code, or it is a file of another kind; names
+            them, or the kind.
+        CorruptStoreError: the file is incomplete or damaged.
     """
     refuse_other_things(file)
     with file.open("rb") as opened:
@@ -155,17 +155,17 @@ class _Archive(NamedTuple):
 
     names: list[str]
     compressed: bool
-    """Some of it: torch would map it as if it were not."""
+    """Whether a member is compressed: torch would map it as if it were not."""
     head: bytes
-    """The first bytes of its pickle, empty if there are no checksums."""
+    """The first bytes of the pickle in the archive; empty without checksums."""
     saved: Saved | None
-    """The facts about the checkpoint, in an export from here."""
+    """The facts about the checkpoint, if the file was exported by this package."""
 
 
 def _check_archive(source: Any, reading: Reading) -> _Archive:
-    """Compare all bytes of a zip archive with its checksums: torch does not.
+    """Compare all bytes of a zip archive with its checksums, which torch does not do; return its properties.
 
-    Raises zipfile.BadZipFile: bytes differ from the written ones.
+    If there are none, that is added to ``reading.unchecked``. Raises zipfile.BadZipFile if the archive is damaged.
     """
     with zipfile.ZipFile(source) as archive:
         members = archive.infolist()
@@ -221,7 +221,7 @@ def _load(source: Any, *, mapped: bool, unreadable: Sequence[str] = ()) -> Any:
 
 
 def _unknown_names(file: Path) -> list[str]:
-    """Return all the classes and functions in the way, where this torch can list them."""
+    """Return the classes and functions that the restricted unpickler refuses; [] if this torch cannot list them."""
     with suppress(Exception), _known():
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
     return []
@@ -233,9 +233,9 @@ def _known(*more: tuple[type, str]) -> Any:
 
 
 class _Unreadable(dict[Any, Any]):
-    """Stands for any unknown class or function, and for its instances: takes all arguments, and does nothing.
+    """Stand-in for any unknown class or function, and for its results: accepts all arguments, and does nothing.
 
-    A dict, since the unpickler sets items of nothing else.
+    Derived from dict, because the unpickler sets items of dicts only.
     """
 
     def __new__(cls, *_: Any, **__: Any) -> _Unreadable:
@@ -252,9 +252,10 @@ class _Unreadable(dict[Any, Any]):
 
 
 def _without_unreadable(value: Any, path: str, left_out: list[str]) -> Any:
-    """Remove unreadable values, with the nearest key that they are under; return :class:`_Unreadable` for such a value.
+    """Return ``value`` without unreadable values in its dicts, or :class:`_Unreadable` if it is unreadable itself.
 
-    A list or tuple with some in it is such a value: the places of its items would change.
+    A key is removed from its dict, and added to ``left_out``, if the key or its value is unreadable. A list, tuple or
+    set is unreadable if one of its items is, because removing one would move the others.
     """
     if isinstance(value, _Unreadable) or value is _Unreadable:
         return _Unreadable
@@ -274,7 +275,7 @@ def _is_lost(values: Iterable[Any], path: str, left_out: list[str]) -> bool:
 
 
 class _Dtype:
-    """A dtype of numpy: at first without its byte order, and a time without its unit."""
+    """Stand-in for a dtype of numpy, which the pickle makes first without byte order, and without the unit of times."""
 
     def __init__(self, name: Any, *_: Any) -> None:
         self._name = name
@@ -299,7 +300,7 @@ class _Dtype:
 
 
 class _Array:
-    """An array of numpy."""
+    """Stand-in for an array of numpy."""
 
     def __setstate__(self, state: Any) -> None:
         _, shape, dtype, fortran, data = state
@@ -333,7 +334,7 @@ _STAND_INS: Final[list[Any]] = [
 
 
 def _plain(value: Any) -> Any:
-    """Return the value with numpy's objects in place of their stand-ins."""
+    """Return the value with stand-ins replaced by numpy's objects."""
     match value:
         case _Array():
             return value.array

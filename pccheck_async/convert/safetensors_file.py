@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file of safetensors: a header in JSON, and the bytes of the tensors behind it.
+"""Writes a file of safetensors: a header in JSON, and the bytes of the tensors after it.
 
-Or a folder of several such files with an index, laid out as Hugging Face does.
+Or a folder of several such files with an index, in the layout of Hugging Face's libraries.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ __all__ = [
 ]  # fmt: skip
 
 WHOLE: Final = "model.safetensors"
-"""In a folder, the only file."""
+"""Name of the file in a folder with one file."""
 INDEX: Final = "model.safetensors.index.json"
-"""In a folder, which of several files holds which tensor."""
+"""Name of the index in a folder with several files, which has the file of each tensor."""
 
 STATE: Final = "pccheck_async.state"
 _VALUES: Final = "pccheck_async.values"
 TAKEN: Final = frozenset({"format", "total_size", STATE, _VALUES})
-"""The metadata that the format, Hugging Face and this package write themselves."""
+"""Keys of metadata that the format, Hugging Face's libraries or this package use themselves."""
 _PART: Final = 32 << 20
 _MOST_HEADER: Final = 100_000_000
-"""Bytes; readers of the format refuse more."""
+"""Most bytes of a header; readers of the format refuse more."""
 
 
 class StoredArray(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Properties of an array that the format lacks.
+    """Properties of an array that the format itself cannot express.
 
     Attributes:
-        name: In the file.
-        kind: Its kind in the state.
-        requires_grad: Whether it had autograd switched on.
-        tied_to: Index of the first array that is the same view of the same memory.
+        name: Name of the array in the file.
+        kind: Kind of the array in the state.
+        requires_grad: Whether the array required gradients.
+        tied_to: Index of the first array that is the same view of the same memory; of itself if there is no other.
     """
 
     name: str
@@ -61,9 +61,9 @@ class StoredArray(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
 
 class StoredStructure(Saved, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """The state apart from the bytes of its arrays; in the metadata as msgpack in base64.
+    """The structure of the state without the bytes of its arrays, stored in the metadata as msgpack in base64.
 
-    ``ArrayNode.index`` counts into ``arrays``.
+    ``ArrayNode.index`` is an index into ``arrays``.
     """
 
     version: int
@@ -72,7 +72,7 @@ class StoredStructure(Saved, frozen=True, kw_only=True, omit_defaults=True, forb
 
 
 def check_metadata(metadata: Mapping[str, str]) -> None:
-    """Raise TypeError where a user's metadata are no strings, ValueError where names are taken."""
+    """Raise TypeError if a user's metadata do not map str to str, ValueError if a key is one of :data:`TAKEN`."""
     if not all(isinstance(text, str) for pair in metadata.items() for text in pair):
         raise TypeError("metadata of safetensors maps str to str")
     if taken := sorted(TAKEN & metadata.keys()):
@@ -82,10 +82,11 @@ def check_metadata(metadata: Mapping[str, str]) -> None:
 def write(
     selection: Selection, connection: Connection, path: Path, about: Mapping[str, str], most: int | None = None
 ) -> None:
-    """Write the selection; memory is bounded by a few chunks. Raises UnsupportedStateError, which lists all faults.
+    """Write the selection into a new file, or folder; memory is bounded by a few chunks.
 
-    With ``most`` as a folder: of files of at most so many bytes of tensors and an index, or of one without, if it fits.
-    The description of the state as a whole is in the file, or in the index, with ``about``, a user's metadata.
+    With ``most``, write a folder: files of at most ``most`` bytes of tensors each and an index, or one file without an
+    index if that is enough. The structure of the whole state, and the user's metadata ``about``, are in the metadata of
+    the file, or of the index. Raises UnsupportedStateError with a list of everything that the format cannot express.
     """
     names = _checked_names(selection)
     metadata = {**_metadata(selection, connection, names), **about}
@@ -117,7 +118,7 @@ _Arrays: TypeAlias = list[tuple[str, TensorEntry]]
 
 
 def _checked_names(selection: Selection) -> dict[str, str]:
-    """Return the names of the arrays in a file, by their paths. Raises UnsupportedStateError."""
+    """Return the names of the arrays in the file, by their paths. Raises UnsupportedStateError for impossible ones."""
     arrays = selection.arrays
     selection.refuse_arrays("safetensors")
     halves = [name for name in arrays if name.encode(errors="ignore").decode() != name]
@@ -129,7 +130,7 @@ def _checked_names(selection: Selection) -> dict[str, str]:
 
 
 def _in_payload_order(selection: Selection) -> _Arrays:
-    """The payload is read forwards."""
+    """Return the arrays in the order of their bytes in the payload, so that it is read forwards."""
     storages = selection.manifest.storages
 
     def position(item: tuple[str, TensorEntry]) -> int:
@@ -201,7 +202,7 @@ def _in_json(node: Node) -> bool:
 
 
 async def _pieces(connection: Connection, entries: list[TensorEntry]) -> AsyncGenerator[memoryview, None]:
-    """Yield the bytes of arrays one after the other, those that lie so read forwards in one go."""
+    """Yield the bytes of arrays one after the other, in C order; consecutive contiguous ones are read together."""
     storages = connection.manifest.storages
     waiting: list[tuple[int, int]] = []
     for entry in [*(entry for entry in entries if entry.storage is not None), None]:
@@ -220,7 +221,7 @@ async def _pieces(connection: Connection, entries: list[TensorEntry]) -> AsyncGe
 
 
 def parts(entry: TensorEntry, nbytes: int) -> Iterator[TensorEntry]:
-    """Yield an array in parts of its first dimension of at most about ``nbytes`` each."""
+    """Yield entries of parts of an array along its first dimension, of at most about ``nbytes`` each."""
     whole = entry.nbytes
     if not entry.shape or whole <= nbytes:
         yield entry
@@ -231,7 +232,7 @@ def parts(entry: TensorEntry, nbytes: int) -> Iterator[TensorEntry]:
 
 
 def _bytes(array: Array) -> memoryview:
-    """The elements in C order."""
+    """Return the bytes of the elements in C order."""
     if isinstance(array, torch.Tensor):
         array = as_bits(array).contiguous().reshape(-1).view(torch.uint8).numpy()
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading the files of safetensors: the state that was exported from here, or the tensors by their names."""
+"""Reads files of safetensors: the whole state if this package exported it, or the tensors by their names."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ __all__ = ["read"]
 def read(place: Path, missing: list[str]) -> tuple[Mapping[str, Any], Saved | None, Metadata]:
     """Map a file, or the files that an index names; return the state, the exported checkpoint's facts, and metadata.
 
-    Tensors in one of the files, and not in the index, are taken as well, as in transformers. Metadata for which a
-    checkpoint has no room is added to ``missing``.
+    Tensors of the files that are not in the index are included, as in transformers. Metadata that do not fit into a
+    checkpoint's are named in ``missing``.
 
     Raises:
-        FileNotFoundError: a file that the index names is not there.
-        CorruptStoreError: something is damaged, or a file lacks a tensor that the index or the metadata names.
-        ImportError: there is no safetensors.
+        FileNotFoundError: a file that the index names is missing.
+        CorruptStoreError: a file is damaged, or lacks a tensor that the index or the metadata names.
+        UnsupportedStateError: a file is of ``torch.save``, or no file of tensors.
+        ImportError: safetensors is not installed.
     """
     try:
         from safetensors import SafetensorError, safe_open
@@ -78,7 +79,7 @@ def _read(
 
 
 def _facts(about: Mapping[str, Any], saved: Saved | None, missing: list[str]) -> Metadata:
-    """Return the metadata of the checkpoint that was exported, and as many of the others as there is room for."""
+    """Return the metadata of the exported checkpoint, and as many of the file's others as fit; rest to ``missing``."""
     own: Metadata = {} if saved is None else saved.metadata
     facts, name = dict(own), None if saved is None else saved.name
     for key, value in sorted(about.items()):  # safetensors gives them in any order

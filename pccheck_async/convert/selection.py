@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exported part of a checkpoint, and the limits of each format."""
+"""The part of a checkpoint that is exported, and the dtypes and values that each format can express."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ __all__ = [
 
 T = TypeVar("T")
 SAVED: Final = "pccheck_async.msgpack"
-"""Beside the state, in an archive of torch or a folder of dcp: the encoded :class:`Saved`."""
+"""Name of the record in torch's archive, or the file in DCP's folder, with the encoded :class:`Saved`."""
 _ADAPTERS: Final = {"lightning": ("model", "loops", "others"), "transformers": ("model", "trainer")}
-"""The parts that the PCcheckCallback of each always saves."""
+"""Parts of the state that the PCcheckCallback of each framework always saves."""
 _MOST_INT_BYTES: Final = 255
-"""Of an int that torch's restricted unpickler reads."""
+"""Most bytes of an int that torch's restricted unpickler reads."""
 
 
 class Saved(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """The facts about an exported checkpoint with which an import saves it again."""
+    """The facts about an exported checkpoint that an import gives to the new checkpoint."""
 
     step: int
     metadata: dict[str, str | int | float | bool | None]
@@ -55,12 +55,12 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
 
     @classmethod
     def encoded(cls, info: CheckpointInfo) -> bytes:
-        """Return the facts about a checkpoint as a file of their own holds them."""
+        """Return the encoded facts about a checkpoint, the contents of the file :data:`SAVED`."""
         return msgspec.msgpack.encode(cls(step=info.step, metadata=dict(info.metadata), name=info.name))
 
     @classmethod
     def decode(cls, data: bytes, where: str) -> Self:
-        """Return them. Raises CorruptStoreError."""
+        """Return the facts that :meth:`encoded` made; ``where`` is for the message of CorruptStoreError."""
         try:
             return msgspec.msgpack.decode(data, type=cls)
         except msgspec.MsgspecError as error:
@@ -69,11 +69,11 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
 
 @dataclass(slots=True)
 class Selection:
-    """A part of a checkpoint, and its leaves by their paths in it.
+    """A part of a checkpoint to export, with its leaves by their paths in it.
 
     Attributes:
-        refused: Values that the format cannot express, with the reason: nothing is exported then.
-        changed: Values that become something else, with the new form.
+        refused: Values that the format cannot express, with the reason; if there are any, nothing is exported.
+        changed: Values that are exported in another form, with that form.
     """
 
     manifest: Manifest
@@ -84,23 +84,23 @@ class Selection:
 
     @property
     def stored_paths(self) -> set[str]:
-        """The paths of all leaves in the whole checkpoint."""
+        """The paths of the selected leaves in the whole checkpoint."""
         chosen = {*map(id, self.leaves.values())}
         return {path for path, node in leaves(self.manifest.skeleton) if id(node) in chosen}
 
     @property
     def arrays(self) -> dict[str, TensorEntry]:
-        """The tensors and arrays by their paths."""
+        """The manifest's entries of the selected tensors and arrays, by path."""
         tensors = self.manifest.tensors
         return {path: tensors[node.index] for path, node in self.leaves.items() if isinstance(node, ArrayNode)}
 
     def refuse_arrays(self, to: Format) -> None:
-        """Add the arrays that the format cannot hold to ``refused``."""
+        """Add the arrays that the format ``to`` cannot express to ``refused``."""
         troubles = {path: refusal(entry, to) for path, entry in self.arrays.items()}
         self.refused += [f"{paths.plain(path)} {trouble}" for path, trouble in troubles.items() if trouble]
 
     def saved_by(self, adapter: str) -> dict[str, Node]:
-        """Return the outermost nodes, by name, of a checkpoint that the PCcheckCallback of ``adapter`` saved.
+        """Return the top-level nodes, by name, of a checkpoint that the PCcheckCallback of ``adapter`` saved.
 
         Raises UnsupportedStateError if a part is missing that such a callback always saves.
         """
@@ -115,7 +115,7 @@ class Selection:
         return there
 
     def check(self, what: str) -> None:
-        """Raise UnsupportedStateError where anything was refused; lists it."""
+        """Raise UnsupportedStateError with a list of the refused values, if there are any; ``what`` is the format."""
         if self.refused:
             listed = "; ".join(self.refused[:50]) + ("; ..." if len(self.refused) > 50 else "")
             raise UnsupportedStateError(
@@ -125,9 +125,9 @@ class Selection:
 
 
 def select_part(connection: Connection, keys: Sequence[str] | None, root: str | None) -> Selection:
-    """Choose the leaves to export: those that globs over leaf paths select, or all, of the part ``root``.
+    """Return the leaves to export: those whose paths match a glob of ``keys`` (None: all), below the part ``root``.
 
-    Raises StateMismatchError if one of ``keys`` selects nothing, or there is no container ``root``;
+    Raises StateMismatchError if one of ``keys`` matches nothing, or there is no container ``root``;
     IncompleteCheckpointError if only one rank's part of a tensor is there.
     """
     manifest = connection.manifest
@@ -151,9 +151,9 @@ def select_part(connection: Connection, keys: Sequence[str] | None, root: str | 
 
 
 def native(node: Node, path: str, selection: Selection) -> Node:
-    """Return the tree without objects, and with Python's values for numpy's scalars; lists changes and refused values.
+    """Return the tree with states in place of objects, and Python's values in place of numpy's scalars.
 
-    Keys are no leaves, and are named by the mapping that has them.
+    Adds changed and refused values to ``selection``. A key of a mapping is reported under the path of the mapping.
     """
     match node:
         case nodes.StatefulNode():
@@ -189,7 +189,7 @@ def native(node: Node, path: str, selection: Selection) -> Node:
 
 
 def _key(node: Node, path: str, selection: Selection) -> Node:
-    """Return what :func:`native` makes of a mapping's key or a set's member: of containers, only a tuple may be one."""
+    """Apply :func:`native` to a mapping's key or a set's member, of which a tuple is the only possible container."""
     if isinstance(node, TupleNode):
         return TupleNode([_key(item, path, selection) for item in node.items])
     return native(node, f"{path} (a key)" if isinstance(node, (NumpyScalarNode, NumpyDtypeNode)) else path, selection)
@@ -211,7 +211,7 @@ def _scalar(node: NumpyScalarNode, path: str, selection: Selection) -> Node:
 
 
 def divided(items: Iterable[T], nbytes: Callable[[T], int], most: int) -> list[list[T]]:
-    """Cut where a file would hold more than ``most`` bytes; a larger item is alone."""
+    """Divide items, in order, into lists of at most ``most`` bytes each; a larger item is alone in its list."""
     files, held = list[list[T]]([[]]), 0
     for item in items:
         if files[-1] and held + nbytes(item) > most:
@@ -223,7 +223,7 @@ def divided(items: Iterable[T], nbytes: Callable[[T], int], most: int) -> list[l
 
 
 def contiguous(entry: TensorEntry) -> bool:
-    """Whether the elements lie in C order without gaps."""
+    """Return whether the elements are in C order without gaps."""
     step = 1
     for size, stride in zip(reversed(entry.shape), reversed(entry.stride), strict=True):
         if size > 1 and stride != step:
@@ -253,7 +253,7 @@ _PICKLE_PROTOCOL: Final = 2
 
 
 def refusal(entry: TensorEntry, to: Format) -> str:
-    """Return why a format cannot hold an array, in brackets, and which can; empty if it can."""
+    """Return why a format cannot express an array, and which formats can; "" if it can."""
     trouble = _TROUBLES[to](entry)
     if not trouble:
         return ""
@@ -265,7 +265,7 @@ def refusal(entry: TensorEntry, to: Format) -> str:
 
 
 def torch_name(entry: TensorEntry) -> str | None:
-    """Return the name of torch's dtype with the same bits; None if there is none."""
+    """Return the name of the torch dtype of an entry, or of that with the same bits as numpy's; None without one."""
     return _NUMPY.get(entry.dtype) if entry.kind == "ndarray" else entry.dtype
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files and folders that appear under their names only when they are whole and flushed."""
+"""Writes files and folders that appear under their names only when they are complete and flushed."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ __all__ = ["Sink", "new_file", "new_folder", "publish", "replacing"]
 
 
 class Sink:
-    """A new file. A write ends, cancelled or not, before its caller goes on: else the bytes might change meanwhile."""
+    """A new file. A write ends before its caller continues, even if that is cancelled: it may reuse the buffer then."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
 
     async def write(self, data: Any, /) -> None:
-        """Write all of a bytes-like object at the end."""
+        """Append all of a bytes-like object."""
         await uninterrupted(self._file.write(data))
 
 
 @asynccontextmanager
 async def new_file(path: Path) -> AsyncIterator[Sink]:
-    """Give a file to write; at the end of the body it is flushed, and only then gets its name.
+    """Yield a new file to write; at the end of the body it is flushed, and only then renamed to ``path``.
 
-    Durability: when the body has ended, the file is there for good, whole.
+    Durability: when the context has been left, the file survives power loss.
 
     Raises:
-        FileExistsError: there is something of that name already.
-        WriteError: a write or flush failed; nothing is left behind.
+        FileExistsError: there is something at ``path`` already.
+        WriteError: a write or flush failed; nothing is left.
     """
     with _unnamed(path) as temporary:
         opening = asyncio.ensure_future(aiofiles.open(temporary, "xb"))
@@ -60,7 +60,7 @@ async def new_file(path: Path) -> AsyncIterator[Sink]:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Give a new folder; at the end of the body it is flushed, with its contents, and only then gets its name.
+    """Yield a new folder; at the end of the body it is flushed, with its contents, and only then renamed to ``path``.
 
     Raises the errors of :func:`new_file`.
     """
@@ -73,18 +73,18 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing(path: Path, parts: Sequence[str]) -> Iterator[Path]:
-    """Give another name in the same folder; the body's whole result there takes the place of ``path``.
+    """Yield a temporary path in the same folder; at the end of the body, what was made there replaces ``path``.
 
-    At every moment either the one or the other has that name, also after a crash, which may leave one of them beside it
-    as ``.NAME.*.tmp``. Where the kernel or the filesystem cannot exchange two names (NFS), a folder's name is gone for
-    a moment: then, after a crash, both may be there under such names.
+    At every moment ``path`` is either the old or the new one, also after a crash, which may leave the other one beside
+    it as ``.NAME.*.tmp``. If the kernel or the filesystem cannot exchange two names (NFS), a folder's name is missing
+    for a moment: a crash then may leave both under such names.
 
     Args:
-        path: The file or folder to replace; there need not be any.
-        parts: Patterns of the names in a folder that may be replaced, none for a file.
+        path: The file or folder to replace; it need not exist.
+        parts: Patterns of the names in a folder that may be replaced; none for a file.
 
     Raises:
-        FileExistsError: a folder stands in the place of a file or the reverse, or holds something else.
+        FileExistsError: ``path`` is a folder and no file or the reverse, or a folder with other names in it.
     """
     _check_replaceable(path, parts)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
@@ -125,7 +125,7 @@ def _remove(temporary: Path) -> None:
 
 @contextmanager
 def _unnamed(path: Path) -> Iterator[Path]:
-    """Give another name in the same folder; the body's result there is renamed to ``path``, or removed."""
+    """Yield a temporary path in the same folder; what the body makes there is renamed to ``path``, or removed."""
     if os.path.lexists(path):
         raise FileExistsError(f"{path} exists already; give another name, or replace it (--overwrite, overwrite=True)")
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # nobody else's, in this process or another
@@ -140,7 +140,7 @@ def _unnamed(path: Path) -> Iterator[Path]:
 
 
 def publish(temporary: Path, path: Path) -> None:
-    """Rename to a name that nothing has: the kernel sees to that, where a look before would leave a gap."""
+    """Rename to a name that nothing has, atomically; raise FileExistsError if something has it."""
     failure = rename_new(temporary, path)
     if failure in (errno.EINVAL, errno.ENOSYS):  # NFS, some of FUSE
         failure = _claim_and_rename(temporary, path)
@@ -152,7 +152,7 @@ def publish(temporary: Path, path: Path) -> None:
 
 
 def _claim_and_rename(temporary: Path, path: Path) -> int:
-    """Publish by making an empty file or folder of that name first, as only one process can, and renaming over it."""
+    """Rename after creating an empty file or folder of that name, as only one process can; return an errno, or 0."""
     try:
         if temporary.is_dir():
             path.mkdir()

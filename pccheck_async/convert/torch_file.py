@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file of ``torch.save``: a zip archive of stored records, one per storage, and a pickle that views them.
+"""Writes a file of ``torch.save``: a zip archive of stored records, one per storage, and a pickle of views of them.
 
-Storages are written as they lie in the payload, so views, strides and ties stay the same. Storages that tensors of
-several dtypes view are written untyped, the form that torch itself uses for its newer dtypes.
+Storages are written as they are in the payload, so views, strides and ties are kept. Storages that tensors of several
+dtypes view are written untyped, in the form that torch itself uses for its newer dtypes.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ __all__ = ["Archive", "write"]
 _FOLDER: Final = "archive/"
 _PROTOCOL: Final = 2
 _ALIGNMENT: Final = 64
-"""Of the bytes of a record in the file, as torch aligns them: so that they can be mapped."""
+"""Alignment of a record's bytes in the file, as in torch's files, so that they can be mapped."""
 _EXTRA: Final = 0x4246
-"""The number of the header field that torch pads with."""
+"""Number of the extra field in zip headers that torch uses for padding."""
 
 
 def write(selection: Selection, connection: Connection, path: Path) -> None:
-    """Write the selection; memory is bounded by a few chunks, and by the values that are not arrays.
+    """Write the selection into a new file; memory is bounded by a few chunks, and all values that are not arrays.
 
-    Raises UnsupportedStateError, which lists the values that ``torch.load(weights_only=True)`` could not read.
+    Raises UnsupportedStateError with a list of the values that ``torch.load(weights_only=True)`` could not read.
     """
     node = native(selection.node, "", selection)
     selection.refuse_arrays("torch")
@@ -67,7 +67,7 @@ async def _write(node: Node, selection: Selection, connection: Connection, path:
 
 @dataclass(slots=True, eq=False)
 class _Storage:
-    """The bytes of a storage from ``base`` on; bytes that no exported tensor views are zero."""
+    """A storage in the file: ``nbytes`` bytes from ``base`` on; bytes that no exported tensor views are zero."""
 
     key: str
     offset: int
@@ -77,7 +77,7 @@ class _Storage:
     dtype: torch.dtype | None
 
     async def pieces(self, checkpoint: CheckpointReader) -> AsyncGenerator[memoryview | bytes, None]:
-        """Yield them, in pieces that stay as they are until the next."""
+        """Yield the bytes in pieces, each valid until the next is requested."""
         end, behind = self.base, self.base + self.nbytes
         for low, high in (*self.ranges, (behind, behind)):
             for start in range(end, low, 1 << 20):
@@ -89,7 +89,7 @@ class _Storage:
 
 
 def _storages(selection: Selection) -> dict[int, _Storage]:
-    """Lay out the bytes of each storage that exported tensors view."""
+    """Return the layout of each storage that exported tensors view, by the storage's index in the manifest."""
     views: dict[int, list[TensorEntry]] = {}
     for entry in selection.arrays.values():
         if entry.storage is not None:
@@ -111,14 +111,14 @@ def _storages(selection: Selection) -> dict[int, _Storage]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _StorageName:
-    """Stands for a storage in the pickle."""
+    """Stand-in for a storage in the pickle."""
 
     persistent_id: tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _View:
-    """Stands for a tensor in the pickle: the function that makes it, and the arguments."""
+    """Stand-in for a tensor in the pickle: the function that rebuilds it, and the arguments."""
 
     reduced: tuple[Any, tuple[Any, ...]]
 
@@ -165,9 +165,9 @@ def _pickled(node: Node, selection: Selection, storages: dict[int, _Storage]) ->
 
 
 class Archive:
-    """A zip archive of stored records, aligned as torch wants them.
+    """Writes a zip archive of stored records, aligned as in torch's files.
 
-    zipfile writes into this object, and forward only, since it cannot seek; the file gets it after every piece.
+    zipfile writes into this object, forward only, because it cannot seek; the bytes go to the file after every piece.
     """
 
     def __init__(self, file: Sink) -> None:
@@ -178,18 +178,18 @@ class Archive:
         self._zip = zipfile.ZipFile(forward, "w", zipfile.ZIP_STORED)
 
     def write(self, data: Any, /) -> int:
-        """Take bytes, which stay as they are until the file has them."""
+        """Queue bytes for the file, which must not change until they are written; return their number."""
         nbytes = memoryview(data).nbytes
         self._waiting.append(data)
         self._written += nbytes
         return nbytes
 
     def tell(self) -> int:
-        """Bytes so far."""
+        """Return the number of bytes so far."""
         return self._written
 
     def flush(self) -> None:
-        """Do nothing: the file is written to after every piece."""
+        """Do nothing: the queued bytes are written after every piece."""
 
     async def record(self, name: str, data: bytes) -> None:
         """Write a small record."""
@@ -200,7 +200,7 @@ class Archive:
         await self.stream(name, len(data), once())
 
     async def stream(self, name: str, nbytes: int, pieces: AsyncGenerator[Any, None]) -> None:
-        """Write a record of ``nbytes``."""
+        """Write a record of ``nbytes`` bytes from pieces."""
         info = zipfile.ZipInfo(_FOLDER + name)  # the date of all is 1980: equal states make equal files
         info.file_size, info.CRC = nbytes, 0  # the sum follows behind the bytes
         large = nbytes * 1.05 > zipfile.ZIP64_LIMIT  # as zipfile itself decides
@@ -213,7 +213,7 @@ class Archive:
                     await self._drain()
 
     async def end(self) -> None:
-        """Write the directory of the records."""
+        """Write the archive's directory of the records."""
         self._zip.close()
         await self._drain()
 

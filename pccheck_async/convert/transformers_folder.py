@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder ``checkpoint-N`` of Hugging Face's Trainer, to the state of ``integrations.transformers`` and back.
+"""Converts a folder ``checkpoint-N`` of Hugging Face's Trainer to the state of ``integrations.transformers``, and back.
 
-Here and not beside that adapter, because it takes files only: transformers need not be installed.
+Only files are needed: transformers need not be installed, so this is not a part of that adapter.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ WRITTEN: Final = (safetensors_file.WHOLE, *_FILES.values(), _RNG, TRAINER_STATE)
 
 
 def lies_in(folder: Path) -> bool:
-    """Whether the Trainer saved to a folder, or somebody removed no more than its own state from it."""
+    """Return whether a folder is one that the Trainer saved, even if ``trainer_state.json`` was removed from it."""
     return (folder / TRAINER_STATE).is_file() or (
         any(any(folder.glob(title)) for title in ("optimizer.pt", "scheduler.pt", "rng_state*.pth"))
         and any((folder / title).is_file() for title in _MODELS)
@@ -50,13 +50,13 @@ def lies_in(folder: Path) -> bool:
 
 
 def read(folder: Path, reading: Reading) -> tuple[dict[str, Any], int | None]:
-    """Return the state, and its step: that in the Trainer's file or in the folder's name, else None.
+    """Return the state and its step: the one in the Trainer's file, or in the folder's name, or None.
 
-    Tensors are mapped. What the folder lacks is added to ``reading.missing``.
+    Tensors are mapped. Missing parts are added to ``reading.missing``.
 
     Raises:
-        FileNotFoundError: not all files of the model are there.
-        UnsupportedStateError: something cannot be read without running code, a link leads out of the folder, or the
+        FileNotFoundError: a file that the model's index names is missing.
+        UnsupportedStateError: a value cannot be read without running code, a link leads out of the folder, or the
             model is saved in a way that only the Trainer reads.
         CorruptStoreError: a file is damaged.
     """
@@ -99,7 +99,7 @@ def _read_json(file: Path) -> tuple[str, int]:
 
 
 def _read_model(folder: Path, reading: Reading) -> Mapping[str, Any]:
-    """Return the tensors of the model, of the file that the Trainer takes where there are several."""
+    """Return the tensors of the model; if there are several files of it, from the one that the Trainer would read."""
     found = [title for title in _MODELS if (folder / title).is_file()]
     if not found:
         raise UnsupportedStateError(
@@ -126,7 +126,7 @@ def _mapping(held: Any, file: Path) -> Mapping[str, Any]:
 
 
 def _rng(file: Path, reading: Reading) -> dict[str, Any]:
-    """Return the state of :class:`pccheck_async.RNGState`."""
+    """Return the generators' states in a file of the Trainer, in the form of :class:`pccheck_async.RNGState`."""
     held = read_file(file, reading)
     try:
         version, words, gauss = held["python"]
@@ -151,9 +151,9 @@ def _rng(file: Path, reading: Reading) -> dict[str, Any]:
 
 
 def write(selection: Selection, connection: Connection, path: Path) -> None:
-    """Write the files from which the Trainer resumes, of the parts that are there.
+    """Write the parts of the state that exist as files from which the Trainer resumes, into a new folder ``path``.
 
-    Raises UnsupportedStateError if it is no state of that adapter, or a file cannot hold some of it.
+    Raises UnsupportedStateError if it is no state of that adapter, or a file's format cannot express a value.
     """
     there = selection.saved_by("transformers")
     for part, names in (("", there), ("trainer.", dict(below(there["trainer"])))):

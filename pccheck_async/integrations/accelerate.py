@@ -35,22 +35,23 @@ def training_state(accelerator: Accelerator, loader: Any) -> dict[str, Any]:
     Call it after ``accelerator.prepare`` and ``accelerator.register_for_checkpointing``, and iterate over
     ``state["loader"]``. Nothing may draw random numbers between ``engine.restore`` and the loop.
 
-    Ranks save one checkpoint together with ``SyncCheckpointEngine(..., group=torch.distributed.group.WORLD)``, each its
-    own copy of its state; ``Group.of(..., replicated=["model.*.weight", "optimizer.state.*"])`` and the like save one.
+    Ranks save one checkpoint together with ``SyncCheckpointEngine(..., group=torch.distributed.group.WORLD)``. Each
+    saves its whole state; with ``Group.of(..., replicated=["model.*.weight", "optimizer.state.*"])`` and the like,
+    tensors that are the same on all ranks are saved once.
 
     Args:
-        accelerator: One that has prepared the models and optimizers.
-        loader: The loader of the training loop: one that ``prepare`` returned, or an
-            :class:`AcceleratedLoader` around a ResumableLoader.
+        accelerator: The accelerator that has prepared the models and optimizers.
+        loader: The loader of the training loop: the result of ``prepare``, or an :class:`AcceleratedLoader` around a
+            ResumableLoader.
 
     Returns:
-        ``model``, ``optimizer``, ``scheduler`` and ``custom`` (further ones: ``model_1``...), without the wrappers of
-        Accelerate and DistributedDataParallel, ``scaler``, ``accelerator`` (its count of micro-batches), ``rng``, and
-        ``loader``.
+        A dict with ``model``, ``optimizer``, ``scheduler`` and ``custom`` (further ones: ``model_1``...), without the
+        wrappers of Accelerate and DistributedDataParallel, ``scaler``, ``accelerator`` (its count of micro-batches),
+        ``rng``, and ``loader``.
 
     Raises:
-        ValueError: The accelerator has no models, or prepared one of its objects twice; its kind of distribution is not
-            supported; or the loader is none of Accelerate's.
+        ValueError: The accelerator has no models, or prepared a model or optimizer twice, or distributes in a way that
+            is not supported; or the loader is neither of both.
     """
     if accelerator.distributed_type not in _SUPPORTED:
         raise ValueError(f"training_state does not support {accelerator.distributed_type}")
@@ -77,21 +78,21 @@ class TrackedLoader:
     """A loader that ``Accelerator.prepare`` returned, with a position that is saved.
 
     Loop over :meth:`epochs`; a ``for`` over the loader itself is for loops that count steps (see
-    :class:`~pccheck_async.ResumableLoader`). A position after the last batch of an epoch yields nothing first, so
-    the loop's work at the end of an epoch is done again.
+    :class:`~pccheck_async.ResumableLoader`). If the last batch of an epoch had been delivered, the first pass after a
+    restore is empty, so that the loop's work at the end of the epoch is done again.
 
-    In the middle of an epoch the loader is replayed: the generators go back to their state at the epoch's beginning,
-    the loader draws its order and the seeds of its workers from them again, batches that the loop had are loaded and
-    dropped, and the generators go forward to their state at the save. So the default sampler, a seedable one, and
-    random samples of worker processes come out the same. Random samples without workers do not: they share the
-    generators with the training; nor those of ``persistent_workers``. A ResumableLoader repeats those, too, and replays
-    nothing.
+    To resume in the middle of an epoch the loader is replayed: the generators are set to their state at the epoch's
+    beginning, the loader draws its order and the seeds of its workers from them again, batches that the loop had are
+    loaded and dropped, and the generators are set to their state at the save. So the orders of the default sampler and
+    of a seedable one, and random samples of worker processes, are the same as before. Random samples without workers
+    are not, because they share the generators with the training; nor are those of ``persistent_workers``. A
+    ResumableLoader repeats these, too, and replays nothing.
 
     Args:
         loader: The result of ``accelerator.prepare(loader)``.
 
     Raises:
-        ValueError: It is something else, or was prepared with ``use_stateful_dataloader=True``.
+        ValueError: ``loader`` is something else, or was prepared with ``use_stateful_dataloader=True``.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -116,18 +117,18 @@ class TrackedLoader:
 
     @property
     def epoch(self) -> int:
-        """The epoch underway, from 0."""
+        """Number of the epoch underway, from 0."""
         return self._course.epoch
 
     def __len__(self) -> int:
-        """Batches in a whole pass."""
+        """Return the number of batches in a whole pass."""
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
         return unnumbered(self._course.iterate(self._batches))
 
     def epochs(self, epochs: int, *, steps: int | None = None) -> Iterator[Epoch[Any]]:
-        """Yield the epochs that are left of so many (see :meth:`~pccheck_async.ResumableLoader.epochs`)."""
+        """Yield those of ``epochs`` epochs that are not done (see :meth:`~pccheck_async.ResumableLoader.epochs`)."""
         return self._course.epochs(
             epochs, steps, self.__len__, lambda epoch: self._course.iterate(self._batches, epoch=epoch)
         )
@@ -164,9 +165,9 @@ class TrackedLoader:
             self._loader.end()  # Accelerate does not call it for a loader that is left early
 
     def _watched(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """Iterate over the loader, noting a loop that is not this object's from its second batch on.
+        """Yield the loader's batches; record a loop that is not this object's once it has come to its second batch.
 
-        One batch is but a look at the data. The loader fetches one more than the loop has.
+        (A single batch may be a look at the data. Two batches are fetched then: the loader is one ahead of the loop.)
         """
         own, self._own = self._own, False
         loop = object()
@@ -179,10 +180,10 @@ class TrackedLoader:
             self._elsewhere.discard(loop)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position: epoch, batches that the loop got, and the generators when the pass began.
+        """Return the position: epoch, batches that the loop got, and the generators' state when the pass began.
 
         Raises:
-            RuntimeError: A loop over the loader itself is underway, whose position is unknown.
+            RuntimeError: A loop over the wrapped loader, whose position is unknown, is underway.
         """
         if self._elsewhere:
             raise RuntimeError(
@@ -214,10 +215,11 @@ class TrackedLoader:
         self._start, self._end = state_dict["start"], position if state_dict["ended"] else None
 
     def check_state_dict(self, state_dict: Mapping[str, Any], /) -> None:
-        """Check a saved position without going there; ``engine.restore`` does so before it changes anything.
+        """Check a saved position without going there; ``engine.restore`` calls this before it changes anything.
 
         Raises:
-            ValueError: Only one of both has a seedable sampler, or inside an epoch the batches were of another size.
+            ValueError: Only one of the two runs has a seedable sampler, or the position is inside an epoch of batches
+                of another size, or of another dataset size.
         """
         if isinstance(self._loader.get_sampler(), SeedableRandomSampler) != (state_dict["seed"] is not None):
             raise ValueError("use_seedable_sampler differs from that of the run that saved the checkpoint")
@@ -241,7 +243,7 @@ class TrackedLoader:
 
 
 class _Count:
-    """The accelerator's count of micro-batches, which determines the end of an accumulation window."""
+    """Saves and restores the accelerator's count of micro-batches, which determines where a window ends."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
@@ -254,7 +256,7 @@ class _Count:
         self._accelerator.step = state_dict["step"]
 
     def check_state_dict(self, state_dict: Mapping[str, int], /) -> None:
-        """Refuse another window after so many batches of an epoch: it would begin at another sample."""
+        """Raise ValueError if the accumulation window has another size than in the checkpoint, inside an epoch."""
         now, step = self._accelerator.gradient_accumulation_steps, state_dict["step"]
         before = state_dict.get("window", now)
         if step and before != now:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A ResumableLoader in loops of Accelerate and in Hugging Face's Trainer, which support loaders of torch only.
+"""A wrapper for a ResumableLoader in loops of Accelerate and in Hugging Face's Trainer, which support torch's loaders.
 
-``prepare`` takes torch's DataLoader apart: it shares the batches out among the ranks, and fetches one ahead of the loop
-to recognise the last one. A ResumableLoader does the first itself and recognises the last one without the second, which
-would make its position wrong. So it is not passed through ``prepare``, but wrapped.
+``prepare`` rebuilds torch's DataLoader: the new one divides the batches among the ranks, and fetches one batch ahead of
+the loop to recognise the last one. A ResumableLoader divides batches itself, and recognises the last one without
+fetching ahead, which would make its position wrong. So it is not passed through ``prepare``, but wrapped.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ __all__ = ["AcceleratedLoader", "sizes"]
 
 
 def sizes(loader: Any) -> dict[str, int | None]:
-    """Return what a position in batches depends on; None if the loader does not know it.
+    """Return the sizes on which the meaning of a position in batches depends; None for one that is unknown.
 
-    ``"batch"``: samples in one batch of all ranks together. ``"samples"``: those of the dataset.
+    ``"batch"``: samples in one batch of all ranks together. ``"samples"``: samples in the dataset.
     """
     if isinstance(loader, AcceleratedLoader):
         loader = loader.loader
@@ -49,19 +49,19 @@ def sizes(loader: Any) -> dict[str, int | None]:
 
 
 class AcceleratedLoader(DataLoaderStateMixin):
-    """A :class:`~pccheck_async.ResumableLoader` with the interface of a prepared loader; it goes into the state.
+    """A :class:`~pccheck_async.ResumableLoader` with the interface of a prepared loader; put it into the state.
 
-    Batches come on the accelerator's device, and ``accelerator.accumulate`` sees the end of the data: the last,
-    partial window of an epoch makes its step. No sample is repeated to even out the ranks, so ``gather_for_metrics``
-    drops none.
+    Batches are moved to the accelerator's device, and ``accelerator.accumulate`` learns of the end of the data, so that
+    the last, partial window of an epoch ends with a step. No sample is repeated to give all ranks equal batches, so
+    ``gather_for_metrics`` drops none.
 
     A loader whose position was restored continues there by itself. ``skip_first_batches(loader, n)``, which the Trainer
-    of Hugging Face calls, goes to the ``n``-th batch of the epoch without loading one before it; it changes nothing
-    where the restored position is that one.
+    of Hugging Face calls, goes to the ``n``-th batch of the epoch without loading the batches before it. If the
+    restored position is that batch, it changes nothing.
 
     Args:
-        loader: Not passed through ``prepare``.
-        accelerator: The batches go to its device.
+        loader: The loader, not passed through ``prepare``.
+        accelerator: The accelerator to whose device the batches are moved.
     """
 
     prefetch_factor = None  # of the DataLoader that skip_first_batches makes
@@ -77,7 +77,7 @@ class AcceleratedLoader(DataLoaderStateMixin):
 
     @property
     def epoch(self) -> int:
-        """The epoch underway, from 0."""
+        """Number of the epoch underway, from 0."""
         return self.loader.epoch
 
     @property
@@ -87,7 +87,7 @@ class AcceleratedLoader(DataLoaderStateMixin):
 
     @property
     def sampler(self) -> Any:
-        """The loader's own, for callers of its ``set_epoch``."""
+        """The sampler of the loader, for callers of its ``set_epoch``."""
         return self.loader.sampler
 
     def __len__(self) -> int:
@@ -97,7 +97,7 @@ class AcceleratedLoader(DataLoaderStateMixin):
         return (batch for _, batch in self._on_device(enumerate(self.loader)))
 
     def epochs(self, epochs: int, *, steps: int | None = None) -> Iterator[Epoch[Any]]:
-        """Yield the epochs that are left of so many (see :meth:`~pccheck_async.ResumableLoader.epochs`)."""
+        """Yield those of ``epochs`` epochs that are not done (see :meth:`~pccheck_async.ResumableLoader.epochs`)."""
 
         def begin(epoch: Epoch[Any]) -> Iterator[tuple[int, Any]]:
             return self._on_device(epoch.enumerate())
@@ -117,7 +117,7 @@ class AcceleratedLoader(DataLoaderStateMixin):
             self.end()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin the next ``for`` with ``epoch`` (see :meth:`~pccheck_async.ResumableLoader.set_epoch`)."""
+        """Make the next ``for`` a pass of ``epoch`` (see :meth:`~pccheck_async.ResumableSampler.set_epoch`)."""
         self.loader.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -129,7 +129,7 @@ class AcceleratedLoader(DataLoaderStateMixin):
         self.loader.load_state_dict(state_dict)
 
     def check_state_dict(self, state_dict: Mapping[str, Any], /) -> None:
-        """Raise ValueError where not (see :meth:`~pccheck_async.ResumableSampler.check_state_dict`)."""
+        """Raise ValueError if it does not fit (see :meth:`~pccheck_async.ResumableSampler.check_state_dict`)."""
         self.loader.check_state_dict(state_dict)
 
     @staticmethod
@@ -138,10 +138,10 @@ class AcceleratedLoader(DataLoaderStateMixin):
         return batch
 
     def continue_at(self, number: int) -> Iterator[Any]:
-        """Return an iterator over the batches of the epoch from that one on.
+        """Move the position to batch ``number`` of the epoch; return an iterator from there on.
 
         Raises:
-            ValueError: A part of the epoch was delivered already, and it ends elsewhere.
+            ValueError: A part of the epoch was delivered already, and another batch is next.
         """
         state = self.loader.state_dict()
         step = state["batch_size"] * state["world_size"]
@@ -156,7 +156,7 @@ class AcceleratedLoader(DataLoaderStateMixin):
 
 
 class _Numbers:
-    """Batch numbers of an epoch: the batch sampler for skip_first_batches, which skips in it."""
+    """Batch sampler of batch numbers instead of indices, in which ``skip_first_batches`` can skip without loading."""
 
     def __init__(self, loader: ResumableLoader) -> None:
         self._loader = loader
@@ -172,12 +172,12 @@ class _Numbers:
             next(self.batches, None)  # the epoch ends
 
     def set_epoch(self, epoch: int) -> None:
-        """Of the loader."""
+        """Call the loader's ``set_epoch``."""
         self._loader.set_epoch(epoch)
 
 
 class _Numbered(Dataset[Any]):
-    """Whole batches by number: the dataset for skip_first_batches. Its length is that of the dataset."""
+    """Dataset of whole batches by number, for ``skip_first_batches``; ``len`` gives the samples of the real dataset."""
 
     def __init__(self, prepared: AcceleratedLoader) -> None:
         self._prepared = prepared

@@ -6,14 +6,14 @@
     model_engine, *_ = deepspeed.initialize(...)
     CheckpointEngine(model_engine)  # this line; save_checkpoint and load_checkpoint are called as before
 
-Each file that DeepSpeed saves, several on each rank, becomes a folder of the same name, and that is a store.
-A tag counts from the moment at which all ranks' parts of it are durable: then rank 0 writes the file
-``complete`` into the folder of the tag, and ``latest``. Until then the tag and ``latest`` stay as before.
+Each file that DeepSpeed saves, several on each rank, becomes a folder of the same name, which is a store. A tag is
+valid from the moment at which all ranks' parts of it are durable: then rank 0 writes the file ``complete`` into the
+folder of the tag, and ``latest``. Until then the tag and ``latest`` stay as before.
 
-Tested with DeepSpeed 0.19.8, which documents no interface for this. Of it are used ``CheckpointEngine`` with its
-methods; the attribute ``checkpoint_engine`` and the methods ``save_checkpoint`` and ``load_checkpoint`` of
-``DeepSpeedEngine``; and the calls of a decoupled checkpoint engine: ``get_commit_info`` in each step that ends a
-window of gradient accumulation, and ``cleanup`` when the ``DeepSpeedEngine`` is destroyed.
+Tested with DeepSpeed 0.19.8, which documents no interface for this. These parts of it are used: ``CheckpointEngine``
+with its methods; the attribute ``checkpoint_engine`` and the methods ``save_checkpoint`` and ``load_checkpoint`` of
+``DeepSpeedEngine``; and the calls of a decoupled checkpoint engine: ``get_commit_info`` in each step that ends a window
+of gradient accumulation, and ``cleanup`` when the ``DeepSpeedEngine`` is destroyed.
 """
 
 from __future__ import annotations
@@ -46,33 +46,34 @@ from deepspeed.runtime.checkpoint_engine import checkpoint_engine  # noqa: E402
 __all__ = ["CheckpointEngine"]
 
 COMPLETE: Final = "complete"
-"""File in the folder of a tag: which of the checkpoints in its stores are those that all ranks have."""
+"""Name of the file in a tag's folder with the step, in its stores, of the checkpoints that all ranks have."""
 _STATE: Final = "state"
 _MOST_WRITING: Final = 2
-"""Stores that a rank writes at a time: the staging memory of each is up to a quarter of the memory."""
+"""Most stores that a rank writes at a time: the staging memory of each is up to a quarter of the memory."""
 _PATIENCE: Final = timedelta(minutes=30)
-"""How long is waited for other ranks' writes."""
+"""Most time to wait for other ranks' writes."""
 
 
 class CheckpointEngine(checkpoint_engine.CheckpointEngine):
-    """Takes the place of the checkpoint engine of a ``DeepSpeedEngine``.
+    """Replaces the checkpoint engine of a ``DeepSpeedEngine``, when constructed.
 
-    ``save_checkpoint`` returns when the state is captured; it is written while training continues. The tag counts, and
-    ``latest`` names it, when all ranks' parts are durable. That is noticed in the first step after it that ends a
-    window of gradient accumulation, by the next ``save_checkpoint`` or ``load_checkpoint``, by :meth:`wait`, and when
-    the ``DeepSpeedEngine`` is destroyed or the interpreter exits. A failure of a rank is raised there, and the tag does
-    not count. A tag that is saved again is the old one until then. Exports (``save_16bit_model``) stay files of
-    ``torch.save``, and checkpoints that were saved as files are loaded by DeepSpeed's own engine.
+    ``save_checkpoint`` returns when the state is captured, which is written while training continues. The tag becomes
+    valid, and ``latest`` names it, after all ranks' parts are durable: in the next step that ends a window of gradient
+    accumulation, in the next ``save_checkpoint`` or ``load_checkpoint``, in :meth:`wait`, or when the
+    ``DeepSpeedEngine`` is destroyed or the interpreter exits, whichever is first. The failure of a rank is raised
+    there, and the tag does not become valid. If the tag existed before, it stays the old one until then. Exports
+    (``save_16bit_model``) stay files of ``torch.save``, and checkpoints that were saved as files are loaded by
+    DeepSpeed's own engine.
 
-    Data that DeepSpeed leaves out is lost as before: of ranks that are equal by data the module of the first one is
-    saved, so buffers that differ by rank (BatchNorm's averages) come back as rank 0's; random number generators and
-    data positions are saved only if ``client_state`` has them, which is that of the same rank.
+    As without this engine, DeepSpeed does not save everything: of data-parallel ranks only the first one's module is
+    saved, so buffers that differ by rank (BatchNorm's averages) are rank 0's after a load; random number generators and
+    data positions are saved only if they are in ``client_state``, and each rank gets its own back.
 
-    Tags are loaded in DeepSpeed's way, by pickle if a value (such as its loss scaler) can only be held so: load no
-    checkpoint from strangers.
+    Values that only pickle can save, such as DeepSpeed's loss scaler, are unpickled by a load, which runs code: load
+    no checkpoint from strangers.
 
     Args:
-        engine: The first result of ``deepspeed.initialize``. Every rank makes this object.
+        engine: The first result of ``deepspeed.initialize``. Every rank must construct this object.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -89,11 +90,11 @@ class CheckpointEngine(checkpoint_engine.CheckpointEngine):
         atexit.register(self.cleanup)
 
     def wait(self) -> None:
-        """Block until the tag that was saved last is complete, and named by ``latest``. All ranks call this.
+        """Block until the tag that was saved last is complete, and named by ``latest``. All ranks must call this.
 
         Raises:
-            CheckpointError: this rank's part of it failed.
-            GroupError: another rank's did, or was not durable in time.
+            CheckpointError: this rank's part of the tag failed.
+            GroupError: another rank's part failed, or was not durable in time.
         """
         tag, self._tag = self._tag, None
         self._close_written(wait=True)
@@ -115,7 +116,7 @@ class CheckpointEngine(checkpoint_engine.CheckpointEngine):
             self._tag = info
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Capture the contents of a file of DeepSpeed; write them into a store in the background."""
+        """Capture the contents of a file of DeepSpeed, and write them into a store in the background."""
         if not self._saving:  # an export
             self._files.save(state_dict, path)
             return
@@ -134,7 +135,7 @@ class CheckpointEngine(checkpoint_engine.CheckpointEngine):
         self._writing.append((path, engine, pending))
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Return the saved state; ``map_location`` as for ``torch.load``, of tensors saved from the CPU."""
+        """Return the saved state; ``map_location`` is as for ``torch.load``, with all tensors counted as the CPU's."""
         if os.path.isfile(path):
             return self._files.load(path, map_location=map_location)
         where = "cpu" if map_location is None else map_location
@@ -145,17 +146,17 @@ class CheckpointEngine(checkpoint_engine.CheckpointEngine):
         return True
 
     def is_decoupled(self) -> bool:
-        """Return True: ``latest`` is ours to write."""
+        """Return True: this engine, and not DeepSpeed, writes ``latest``."""
         return True
 
     def get_commit_info(self) -> None:
-        """Publish a tag that has become complete. Never blocks for storage; there is nothing left to commit."""
+        """Publish the tag if it has become complete, without waiting for storage; return None: nothing to commit."""
         self._close_written(wait=False)
         if self._tag is not None and self._ranks.rank == 0 and self._ranks.ended():
             self.wait()
 
     def preserves_storage_sharing(self) -> bool:
-        """Return False: only the viewed bytes of a storage are saved, and DeepSpeed need not copy it before."""
+        """Return False: only the viewed bytes of a storage are saved, so that DeepSpeed need not copy views before."""
         return False
 
     def cleanup(self) -> None:
@@ -184,7 +185,7 @@ class CheckpointEngine(checkpoint_engine.CheckpointEngine):
 
     @contextmanager
     def _one_tag(self) -> Iterator[None]:
-        """Save under one tag. Where the body raises on any rank, the tag never counts."""
+        """Return a context manager for the saves of one tag; if its body raises on any rank, the tag stays invalid."""
         self.wait()
         self._ranks.begin()
         self._saving = True
@@ -212,7 +213,7 @@ class CheckpointEngine(checkpoint_engine.CheckpointEngine):
 
 
 class _Snapshot:
-    """DeepSpeed's state of its objects, for one checkpoint."""
+    """Makes a state that DeepSpeed collected an object with a ``state_dict()``, to save it as that."""
 
     def __init__(self, state: Any) -> None:
         self._state = state
@@ -225,11 +226,11 @@ class _Snapshot:
 
 
 class _Ranks:
-    """The ranks' exchange about one tag at a time, by counters in a store that rank 0 serves.
+    """Shares among the ranks whether a tag is complete, one tag at a time, by keys in a TCP store that rank 0 serves.
 
-    No collective is called when a tag becomes complete: ranks are at different places of their training then. The keys
-    below the number of the tag: ``began`` and ``durable`` count the parts of all ranks, ``all`` is their final number
-    (set once no more begin), ``ended`` is empty if all are durable, and else the reason of a failure.
+    No collective is called when a tag becomes complete, because ranks are at different places of their training then.
+    The keys have the number of the tag as prefix: ``began`` and ``durable`` count the parts of all ranks, ``all`` is
+    the final number of parts (set once no more begin), ``ended`` is "" when all are durable, or why one failed.
     """
 
     def __init__(self) -> None:
@@ -241,7 +242,7 @@ class _Ranks:
         self._store, self._waiting = reach(address), reach(address)  # a client does one operation at a time
 
     def begin(self) -> None:
-        """Agree on a number for the next tag. All ranks call this alike."""
+        """Agree on a number for the next tag, by a broadcast. All ranks must call this."""
         number = [time.time_ns()]
         dist.broadcast_object_list(number, src=0)
         self.number = number[0]
@@ -250,7 +251,7 @@ class _Ranks:
         self._store.add(self._key("began"), 1)
 
     def all_began(self) -> None:
-        """Called on all ranks, when none begins any more."""
+        """Called on all ranks when none begins another part of the tag."""
         if self.rank == 0:
             parts = self._store.add(self._key("began"), 0)
             self._store.set(self._key("all"), str(parts))
@@ -273,7 +274,7 @@ class _Ranks:
         self._store.set(f"{number}/ended", f"rank {self.rank}: {error}")
 
     def ended(self) -> bool:
-        """Return whether all is durable, or something failed. Does not wait."""
+        """Return whether all parts of the tag are durable, or one failed. Does not wait."""
         return bool(self._store.check([self._key("ended")]))
 
     def wait_durable(self) -> None:
@@ -298,7 +299,7 @@ class _Ranks:
 
 
 def _complete(path: str) -> int | None:
-    """Return which checkpoint in the store of one file is that which all ranks have; None if none is named."""
+    """Return the step of the checkpoint that all ranks have, for a path of the tag; None if no tag was completed."""
     try:
         return int(Path(path).with_name(COMPLETE).read_text())
     except FileNotFoundError:
@@ -306,7 +307,7 @@ def _complete(path: str) -> int | None:
 
 
 def _pin_alone(engine: SyncCheckpointEngine, complete: int | None) -> None:
-    """Keep the complete checkpoint of a tag that is saved again, until all ranks have the new one."""
+    """Pin the checkpoint of step ``complete`` alone, so that it is kept until all ranks have the new one."""
     for info in engine.checkpoints():
         if info.step == complete:
             engine.pin(step=info.step)
@@ -315,7 +316,7 @@ def _pin_alone(engine: SyncCheckpointEngine, complete: int | None) -> None:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Make ``text`` all of a file, durably and atomically."""
+    """Replace the contents of a file by ``text``, durably and atomically."""
     new = path.with_name(f"{path.name}.new")
     new.write_text(text)
     sync(new)  # crash: the name of a file without its bytes

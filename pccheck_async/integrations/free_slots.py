@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores of one checkpoint, in the place of files that a framework would have written."""
+"""For stores with one checkpoint each, in place of files that a framework would have written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["remove_free_slots"]
 
 
 def remove_free_slots(path: str | os.PathLike[str]) -> None:
-    """Free the space that a closed engine leaves reserved for the next checkpoint: there may never be one."""
+    """Delete the slot files of a closed store that its record does not name, reserved for a next checkpoint."""
     found = at_once(path, StoreReader.newest)
     named = {slot_name(entry.slot) for entry in found[1].entries} if found else set()
     for slot in Path(path).glob("slot-*"):

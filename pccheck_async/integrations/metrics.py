@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics of an evaluation in a checkpoint's metadata, whose size is limited."""
+"""Adds the metrics of an evaluation to a checkpoint's metadata, whose size is limited."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["with_metrics"]
 
 
 def with_metrics(metadata: Mapping[str, Any], metrics: Mapping[str, float], keep: Keep | None) -> dict[str, Any]:
-    """Return metadata with the metrics that fit, that of ``keep.best`` first, and the others in their order."""
+    """Return metadata with the metrics that fit: first the one that ``keep.best`` names, then the others in order."""
     best = None if keep is None or keep.best is None else keep.best[0]
     merged = dict(metadata)
     for name in sorted(metrics, key=lambda name: name != best):

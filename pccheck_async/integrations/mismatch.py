@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The advice of a StateMismatchError, for users of a trainer: a callback calls ``restore`` for them."""
+"""Replaces the advice in a StateMismatchError, for users of a trainer, whose callback calls ``restore`` for them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pccheck_async.errors import StateMismatchError
 __all__ = ["SAME_AGAIN", "advise_in_trainer"]
 
 SAME_AGAIN: Final = "give the same again until the epoch has ended, and change it from there on"
-"""The remedy if sizes have changed inside an epoch."""
+"""Advice if sizes have changed since a checkpoint inside an epoch."""
 
 
 @contextmanager
 def advise_in_trainer(path: str) -> Iterator[None]:
-    """Give a StateMismatchError the advice that holds where no user calls ``restore`` of the store at ``path``."""
+    """Return a context manager that gives a StateMismatchError advice for users of a PCcheckCallback on ``path``."""
     try:
         yield
     except StateMismatchError as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lines that say where a training goes on, or why it does not: a stopped one stays so when started again."""
+"""Log lines and errors for trainers' callbacks, about where a training resumes from, or why it does not."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["in_words", "log_stopped", "refuse_store", "wrong_trainer"]
 
 
 def refuse_store(path: str | os.PathLike[str], argument: str) -> None:
-    """Raise ValueError if a trainer was told to resume from a store, which its own reader does not know.
+    """Raise ValueError if ``path`` is a store of this package, which the trainer's own reader cannot read.
 
     Args:
-        path: The value of the argument.
-        argument: The name by which the trainer takes it.
+        path: The path that the trainer was told to resume from.
+        argument: Name of the trainer's argument with that path.
     """
     if any(os.path.isfile(os.path.join(path, name)) for name in (IDENTITY_NAME, GROUP_NAME)):
         raise ValueError(
@@ -28,13 +28,13 @@ def refuse_store(path: str | os.PathLike[str], argument: str) -> None:
 
 
 def wrong_trainer(callback: object, name: str, room: str, use: str) -> AttributeError:
-    """Return the error for an attribute that a callback has not: the trainer may be another framework's.
+    """Return the error for an attribute that a callback lacks, perhaps because it was given to the other framework.
 
     Args:
         callback: The callback.
-        name: The attribute.
-        room: The module of the integrations with the callback for that framework.
-        use: How that is used.
+        name: Name of the attribute.
+        room: Module of the integrations with the callback for the other framework.
+        use: Code that shows how that callback is used.
     """
     text = f"{type(callback).__name__!r} object has no attribute {name!r}"
     if name.startswith("on_") or name in ("attach", "setup", "state_key", "state_dict"):
@@ -44,13 +44,13 @@ def wrong_trainer(callback: object, name: str, room: str, use: str) -> Attribute
 
 
 def in_words(restored: Restored, path: str, *, ended: bool) -> str:
-    """Return one line for the trainer's own log."""
+    """Return a line for the trainer's own log: after which step training goes on, or that it has ended."""
     what = "nothing is left to train" if ended else "training goes on"
     return f"PCcheckCallback: {what} after step {restored.step}, from {path}"
 
 
 def log_stopped(why: str, limits: str, restored: Restored) -> None:
-    """Log why nothing is trained, and how to go on."""
+    """Log why nothing is trained, because the restored training had been stopped, and how to continue it."""
     text = (
         "nothing is trained: training was told to stop after step %d (%s); it goes on with a larger %s, or with "
         "PCcheckCallback(resume_stopped=True)"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TorchTitan's checkpoint manager on a group's store; a job's configuration takes it in the place of TorchTitan's own.
+"""A checkpoint manager for TorchTitan that saves into a group's store; name it in a job's configuration.
 
 ::
 
@@ -7,9 +7,9 @@
 
     Trainer.Config(checkpoint=CheckpointManager.Config(enable=True, interval=100, keep_latest_k=3), ...)
 
-Tested with TorchTitan 0.3.0. Of it are used the hooks of ``BaseCheckpointManager`` (``_load``, ``_save``,
-``_wait_for_saving``, ``_maybe_wait_for_staging``, ``_close``) and, of its ``CheckpointManager``, ``_should_save``,
-``_save_last_step`` and these five hooks. The interface changes between versions.
+Tested with TorchTitan 0.3.0. The interface changes between versions. These parts of it are used: the hooks of
+``BaseCheckpointManager`` (``_load``, ``_save``, ``_wait_for_saving``, ``_maybe_wait_for_staging``, ``_close``) and, of
+``CheckpointManager``, ``_should_save``, ``_save_last_step`` and the same five hooks.
 """
 
 from __future__ import annotations
@@ -34,31 +34,32 @@ from torchtitan.components.checkpointer import CheckpointManager as Base  # noqa
 __all__ = ["CheckpointManager"]
 
 RNG: Final = "rng"
-"""Name in the checkpoint of the state that TorchTitan does not save: each rank's random number generators."""
+"""Key in the checkpoint of each rank's random number generators, which TorchTitan itself does not save."""
 
 
 class CheckpointManager(Base):
-    """Saves all ranks' state together, while training continues; see TorchTitan's own for arguments and settings.
+    """Saves all ranks' state together, while training continues; arguments are those of TorchTitan's CheckpointManager.
 
-    A checkpoint holds the state of TorchTitan's own (model parts, optimizers, learning rate schedulers, data loader,
-    step) and the random number generators of each rank. It is captured beside the next forward and backward pass, and
-    complete on all ranks or not there. ``keep_latest_k`` is the engine's ``keep_last``; ``async_mode`` has no meaning.
+    A checkpoint holds the state that TorchTitan saves (model parts, optimizers, learning rate schedulers, data loader,
+    step) and the random number generators of each rank. It is captured during the next forward and backward pass, and
+    is complete on all ranks or does not exist. ``keep_latest_k`` is the engine's ``keep_last``; ``async_mode`` is
+    ignored.
 
-    Checkpoints lie in ``folder`` as one group's store. If that is empty, TorchTitan's own manager loads:
-    ``initial_load_path``, or the newest ``step-N`` of an earlier run of TorchTitan in the same folder. A last
-    step that is saved as model only (``last_save_model_only``, TorchTitan's default) is an export, and still written by
-    TorchTitan as ``step-N``; a restart resumes from the newest complete checkpoint, and not from the export.
+    Checkpoints are in ``folder``, the store of one group. If there is none, TorchTitan's own manager loads:
+    ``initial_load_path``, or the newest ``step-N`` of an earlier run of TorchTitan in the same folder. A last step that
+    is saved as model only (``last_save_model_only``, TorchTitan's default) is an export, which TorchTitan writes as
+    ``step-N``; a restart resumes from the newest complete checkpoint, and not from the export.
 
     Attributes:
         engine: The engine; for ``statistics()``, ``on_event`` and the like.
 
     Raises:
-        ValueError: ``keep_latest_k`` is 0 (all), or more than a store keeps.
+        ValueError: ``keep_latest_k`` is 0 (all), 1, or more than a store keeps.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Base.Config):
-        """Settings of TorchTitan's own manager."""
+        """The settings of TorchTitan's CheckpointManager, with a limit of ``keep_latest_k``."""
 
         def __post_init__(self) -> None:
             Base.Config.__post_init__(self)
@@ -116,9 +117,10 @@ class CheckpointManager(Base):
         return True
 
     def _make_iterator(self) -> None:
-        """Make the data loader begin now: it draws a random number, which the step after the checkpoint did not draw.
+        """Make the data loader create its iterator now, without changing the random number generators.
 
-        ``state_dict()`` makes a ``StatefulDataLoader`` begin, and its next ``iter()`` goes on with that.
+        Creating it draws a random number, which the step after the checkpoint did not draw in the saved run.
+        ``state_dict()`` creates the iterator of a ``StatefulDataLoader``, and its next ``iter()`` uses that.
         """
         if (loader := self.states[DATALOADER]) is not None:
             rng = RNGState()

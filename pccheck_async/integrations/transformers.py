@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face's ``Trainer`` on a store: the same command again resumes, and computes the bits that are missing.
+"""A callback that makes Hugging Face's ``Trainer`` save into a store; running the same command again resumes exactly.
 
 ::
 
     PCcheckCallback("checkpoints").attach(trainer)
     trainer.train()
 
-The Trainer gives callbacks no trainer, and has fixed epoch and position before it calls the first one. So
-:meth:`PCcheckCallback.attach` wraps methods of the trainer: :data:`METHODS` lists them.
+The Trainer does not give itself to callbacks, and has determined epoch and position before it calls the first one. So
+:meth:`PCcheckCallback.attach` wraps methods of the trainer, which :data:`METHODS` lists.
 """
 
 from __future__ import annotations
@@ -73,54 +73,56 @@ METHODS: Final = {
 """The methods of the Trainer that are wrapped, with their parameters, in the order in which training calls them."""
 
 ATTRIBUTES: Final = ("_tr_loss", "_globalstep_last_logged", "current_flos")
-"""Attributes of the Trainer that are saved and restored beside the public ones: losses and operations that no log has
-yet. ``_total_loss_scalar`` is set, too."""
+"""Private attributes of the Trainer that are saved and restored: losses and floating-point operations that were not
+logged yet. ``_total_loss_scalar`` is set, too."""
 
 PROGRESS: Final = (
     "epoch", "global_step", "num_input_tokens_seen", "total_flos", "log_history", "best_metric", "best_global_step",
     "best_model_checkpoint",
 )  # fmt: skip
-"""The restored fields of the TrainerState. The rest of it follows from the arguments of the run that resumes."""
+"""The fields of the TrainerState that are restored. The other ones follow from the arguments of the resumed run."""
 
 _TIMES: Final = ("_runtime", "_per_second", "_preparation_time")
-"""Ends of the names of metrics that measure the machine."""
+"""Suffixes of the names of metrics that measure the machine, and are not put into a checkpoint's metadata."""
 
 _trainers_log = transformers.utils.logging.get_logger("transformers.trainer")  # of which users see the warnings
 _STORE: Final = "the store of PCcheckCallback"
-"""Passed to the Trainer's methods as the source to resume from."""
+"""Stands for the store where the Trainer's methods take the path to resume from."""
 
 
 class PCcheckCallback(TrainerCallback):
-    """Saves the whole state of a Trainer's run while it trains; the same command again resumes it.
+    """Saves the whole state of a Trainer's run while it trains; running the same command again resumes it.
 
-    :meth:`attach` it, instead of passing it in ``callbacks=``. Then ``trainer.train()`` goes on from the newest
-    checkpoint in the store, and trains from the beginning if there is none. From a folder of the Trainer's own that
-    is given as ``resume_from_checkpoint=`` training goes on instead; it raises ValueError if the store holds a later
+    :meth:`attach` it, instead of passing it in ``callbacks=``. Then ``trainer.train()`` resumes from the newest
+    checkpoint in the store, or trains from the beginning if there is none. If a folder that the Trainer itself saved is
+    given as ``resume_from_checkpoint=``, training resumes from that; ValueError is raised if the store holds a later
     step, which would be replaced.
 
-    The step of a checkpoint is the Trainer's ``global_step``. Saved are model, optimizer, scheduler, gradient scaler,
-    random number generators (of each rank), the position in the data, the TrainerState with its log and best metric,
-    the states of callbacks (``ExportableState``), and the losses that no log has yet. A step is saved when it was
-    logged and evaluated; the last one of an epoch when the epoch was. The Trainer's own saving goes on beside that.
+    The step of a checkpoint is the Trainer's ``global_step``. A checkpoint holds model, optimizer, scheduler, gradient
+    scaler, random number generators (of each rank), the position in the data, the TrainerState with its log and best
+    metric, the states of callbacks (``ExportableState``), and losses that were not logged yet. A step is saved after
+    its logging and evaluation; the last step of an epoch after those of the epoch. The Trainer's own saving is not
+    affected.
 
-    Of models with adapters (PEFT) the frozen parameters are left out: the command has to load the same ones again,
+    Of models with adapters (PEFT) the frozen parameters are not saved: the command must load the same ones again,
     and restoring raises StateMismatchError if it did not.
 
     Under ``torch.distributed`` all ranks save one checkpoint together (``group``).
 
     Args:
         path: Folder of the store.
-        interval: As for :class:`pccheck_async.CheckpointEngine`; a number is one of global steps, like ``save_steps``.
+        interval: As for :class:`pccheck_async.CheckpointEngine`; an int is a number of global steps, like
+            ``save_steps``.
         save_last: Also save the last step.
-        resume_stopped: Go on although a callback had stopped training (``should_training_stop``). Else
-            ``trainer.train()`` returns at once, as at ``max_steps``, unless that is larger now.
-        private: As for :meth:`pccheck_async.SyncCheckpointEngine.restore`. The Trainer's own losses may differ anyway.
-        settings: Any others of the engine.
+        resume_stopped: Continue a training that a callback had stopped (``should_training_stop``). False:
+            ``trainer.train()`` then returns at once, as at ``max_steps``, unless that is larger now.
+        private: As for :meth:`pccheck_async.SyncCheckpointEngine.restore`. The Trainer's own losses may always differ.
+        settings: Further settings of the engine.
 
     Attributes:
-        engine: The engine of the training that runs. Another callback may call its methods from ``on_train_begin`` on,
+        engine: The engine of the training underway. Another callback may call its methods from ``on_train_begin`` on,
             such as ``engine.on_preemption()``.
-        restored: The checkpoint from which the last training went on; None if it began anew.
+        restored: The checkpoint from which the last training resumed; None if it began anew.
 
     Raises:
         TypeError: The engine has no such setting.
@@ -169,9 +171,9 @@ class PCcheckCallback(TrainerCallback):
         """Make ``trainer`` save its training and resume it; return this callback.
 
         Raises:
-            RuntimeError: It has one of these already, or this one has another trainer.
-            TypeError: It lacks methods that are wrapped: it is no Trainer, or one of another version.
-            ValueError: It trains in a way that cannot be resumed.
+            RuntimeError: The trainer has another PCcheckCallback, or this one is attached already.
+            TypeError: The object lacks methods that are wrapped: it is no Trainer, or one of another version.
+            ValueError: The trainer uses ``auto_find_batch_size`` or DeepSpeed.
         """
         if missing := [name for name in (*METHODS, "callback_handler") if not hasattr(trainer, name)]:
             kind, version = f"{type(trainer).__module__}.{type(trainer).__qualname__}", transformers.__version__
@@ -204,7 +206,7 @@ class PCcheckCallback(TrainerCallback):
     def _load_from_checkpoint(
         self, original: Callable[..., None], resume_from_checkpoint: Any, *args: Any, **named: Any
     ) -> None:
-        """Raise ValueError if the path is a store of this package: the Trainer would say it holds no checkpoint."""
+        """Raise ValueError if the path is a store of this package, in which the Trainer finds no checkpoint."""
         refuse_store(resume_from_checkpoint, "resume_from_checkpoint")
         original(resume_from_checkpoint, *args, **named)
 
@@ -225,7 +227,7 @@ class PCcheckCallback(TrainerCallback):
             return original(*args, resume_from_checkpoint=resume_from_checkpoint, trial=trial, **named)
 
     def set_initial_training_values(self, original: Callable[..., Any], args: Any, dataloader: Any) -> Any:
-        """Keep the dataloader for :meth:`_init_training_state`."""
+        """Keep the dataloader and its sizes for the restore, and raise the number of epochs if steps are limited."""
         self._dataloader = dataloader
         self._progress.sizes = sizes(dataloader) | {"accumulation": args.gradient_accumulation_steps}
         self._epochs, *others = original(args, dataloader)
@@ -235,7 +237,7 @@ class PCcheckCallback(TrainerCallback):
     def _init_training_state(
         self, original: Callable[..., Any], max_steps: int, per_epoch: int, epochs: int, resume: Any, trial: Any
     ) -> tuple[int, int]:
-        """Restore everything, and return the epochs that are done, and the batches of the one underway."""
+        """Restore everything; return the number of epochs that are done, and of batches done in the one underway."""
         trainer, progress = self._trainer, self._progress
         epoch, batches = original(max_steps, per_epoch, self._epochs, None if resume is _STORE else resume, trial)
         if resume is _STORE:
@@ -259,7 +261,7 @@ class PCcheckCallback(TrainerCallback):
         return epoch, batches
 
     def _set_limits(self, per_epoch: int, epoch: int, updates: int) -> None:
-        """Count from the restored epoch on: the Trainer takes all epochs for ones of today's number of updates."""
+        """Count limits from the restored epoch on: the Trainer assumes ``per_epoch`` updates in earlier epochs, too."""
         args, state = self._trainer.args, self._trainer.state
         began = state.global_step - updates
         if args.max_steps > 0:
@@ -268,7 +270,7 @@ class PCcheckCallback(TrainerCallback):
             state.max_steps = began + math.ceil((args.num_train_epochs - epoch) * per_epoch)
 
     def _stays_stopped(self) -> bool:
-        """Whether a callback ended the restored training, and no larger limit or ``resume_stopped`` revives it."""
+        """Return whether nothing is trained, because a callback had stopped the restored training; log that."""
         why = self._progress.told_to_stop
         if not why or self._resume_stopped or self.restored is None:
             return False
@@ -278,7 +280,7 @@ class PCcheckCallback(TrainerCallback):
     def _prepare_for_training(
         self, original: Callable[..., Any], max_steps: int, train_dataloader: Any, resume: Any
     ) -> Any:
-        """Open the engine; the second call returns the result of the first."""
+        """Prepare model and optimizer, and open the engine; the second call returns the result of the first."""
         if self._prepared is None:
             trainer = self._trainer
             if isinstance(train_dataloader, ResumableLoader):
@@ -301,14 +303,14 @@ class PCcheckCallback(TrainerCallback):
         return self._prepared
 
     def _load_rng_state(self, original: Callable[..., Any], checkpoint: Any) -> None:
-        """Put the generators back: the first batches, which were loaded before, may have drawn from them."""
+        """Restore the generators now, because loading the first batches may have drawn from them."""
         if checkpoint is _STORE:
             self._generators.put_back()
         else:
             original(checkpoint)
 
     def _maybe_log_save_evaluate(self, original: Callable[..., Any], *args: Any, **named: Any) -> None:
-        """End the step context after all that belongs to the step; if it ends an epoch, with the epoch."""
+        """End the step context after the step was logged and evaluated; the last of an epoch after the epoch was."""
         original(*args, **named)
         state, control = self._trainer.state, self._trainer.control
         ends = control.should_epoch_stop or control.should_training_stop or float(state.epoch).is_integer()
@@ -329,20 +331,20 @@ class PCcheckCallback(TrainerCallback):
             self.engine.checkpoint(self._state, step=this.step, metadata=this.metadata, overlap=True)
 
     def _preempted(self, save: Callable[[], None]) -> None:
-        """Called when ``enable_jit_checkpoint`` stops training for a SIGTERM: the next start goes on."""
+        """Called when ``enable_jit_checkpoint`` stops training for a SIGTERM; records it, so that a restart resumes."""
         self._progress.preempted = True
         save()
 
     # -- events that the Trainer calls
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Restore the values that the Trainer has just set to zero."""
+        """Restore the values that the Trainer has just reset; RuntimeError if the callback was not attached."""
         if self._trainer is None:
             raise RuntimeError("a PCcheckCallback is attached: PCcheckCallback(path).attach(trainer)")
         self._progress.finish()
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
-        """Put the generators back before samplers and worker processes are seeded from them."""
+        """Restore the generators before samplers and worker processes are seeded from them; record their state."""
         progress = self._progress
         if self._generators.saved is not None:
             if self._skips:
@@ -353,20 +355,20 @@ class PCcheckCallback(TrainerCallback):
         progress.generators = RNGState().state_dict()
 
     def on_step_begin(self, _: Any, state: TrainerState, *__: Any, **___: Any) -> None:
-        """Begin the step context: the work for one update of the parameters."""
+        """Begin the step context of one update of the parameters."""
         self._epoch_ended = False
         self._context = self.engine.step(self._state, state.global_step + 1)
         self._this: TrainingStep = self._context.__enter__()
 
     def on_epoch_end(self, _: Any, state: TrainerState, control: Any, **__: Any) -> None:
-        """Record the position; training that stops inside an epoch may go on there with more steps."""
+        """Record that an epoch is done, unless training stops inside it, from where it may be resumed."""
         self._epoch_ended = True
         if not control.should_training_stop or float(state.epoch).is_integer():
             self._progress.epoch += 1
             self._progress.began = state.global_step
 
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any], **_: Any) -> None:
-        """Put the loss into the checkpoint's metadata, and numbers of the engine into the log."""
+        """Add the loss and epoch to the checkpoint's metadata, and numbers of the engine to the log."""
         if self._context is not None:
             self._this.metadata |= {name: logs[name] for name in ("epoch", "loss") if name in logs}
         if "loss" in logs:  # not into the results of evaluate() and train()
@@ -378,7 +380,7 @@ class PCcheckCallback(TrainerCallback):
             }
 
     def on_evaluate(self, *_: Any, metrics: Mapping[str, Any], **__: Any) -> None:
-        """Put what was measured after the step underway into its checkpoint's metadata."""
+        """Add the metrics of an evaluation to the metadata of the step underway, as far as they fit."""
         if self._context is not None:
             measured = {name: each for name, each in metrics.items() if name != "epoch" and not name.endswith(_TIMES)}
             numbers = {name: each for name, each in measured.items() if isinstance(each, int | float)}
@@ -386,7 +388,7 @@ class PCcheckCallback(TrainerCallback):
 
 
 class _EverySteps(EverySteps):
-    """Counts ``global_step``, which is 1 after the first step."""
+    """EverySteps for ``global_step``, which is 1 after the first step."""
 
     def due(self, report: StepReport) -> bool:
         return super().due(replace(report, step=report.step - 1))
@@ -396,7 +398,7 @@ class _EverySteps(EverySteps):
 
 
 class _Generators(RNGState):
-    """The global generators, put back only when the first batches were loaded."""
+    """The global generators, which a restore changes only later, when :meth:`put_back` is called."""
 
     saved: Mapping[str, Any] | None = None
 
@@ -410,15 +412,15 @@ class _Generators(RNGState):
 
 
 class _Progress:
-    """The Trainer's own record of its run.
+    """Saves and restores the Trainer's progress.
 
     Attributes:
-        epoch: Epochs that are done.
-        began: The global step at which the one underway began.
-        generators: The global generators at that step: those of samplers and workers are seeded from them.
-        sizes: What a position inside an epoch depends on: that of :func:`.sizes`, and the ``"accumulation"``.
+        epoch: Number of epochs that are done.
+        began: The global step at which the epoch underway began.
+        generators: States of the global generators at that step, from which samplers and workers are seeded.
+        sizes: The sizes on which a position inside an epoch depends: those of :func:`.sizes`, and ``"accumulation"``.
         preempted: Whether a signal stops the training.
-        told_to_stop: Why the training that was restored ended before its ``max_steps``; empty if it did not, or
+        told_to_stop: Why the restored training had been stopped before its ``max_steps``; "" if it had not, or
             ``max_steps`` is larger now.
     """
 
@@ -471,10 +473,10 @@ class _Progress:
                     setattr(callback, name, value)
 
     def check_state_dict(self, state_dict: Mapping[str, Any], /) -> None:
-        """Refuse a position inside an epoch that means other samples now.
+        """Check that a saved position inside an epoch means the same samples now.
 
         Raises:
-            ValueError: A step had another number of samples, or the dataset has.
+            ValueError: A step, or the dataset, has another number of samples than in the saved run.
         """
         before, now = state_dict.get("sizes"), self.sizes
         if not before or self._trainer.args.ignore_data_skip:
@@ -488,18 +490,18 @@ class _Progress:
 
     @property
     def is_resized(self) -> bool:
-        """Whether batches, windows or the dataset are others than in the restored run."""
+        """Whether batches, accumulation windows or the dataset have other sizes than in the restored run."""
         return self._saved is not None and self._saved.get("sizes", self.sizes) != self.sizes
 
     def position(self, per_epoch: int) -> tuple[int, int]:
-        """Return the epochs that are done, and the updates of the one underway."""
+        """Return the number of epochs that are done, and of updates done in the epoch underway."""
         step = self._trainer.state.global_step
         if self._saved is None or "began" not in self._saved:  # imported from a folder of the Trainer's
             return int(step // per_epoch), int(step % per_epoch)
         return int(self._saved["epoch"]), int(step - self._saved["began"])
 
     def finish(self) -> None:
-        """Restore the values that the Trainer sets before it calls ``on_train_begin``."""
+        """Restore the values that the Trainer resets before it calls ``on_train_begin``."""
         if self._saved is not None and "unlogged" in self._saved:
             trainer = self._trainer
             for name in ATTRIBUTES:
@@ -527,7 +529,7 @@ class _Progress:
 
 
 def _differ(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Return whether the samples of a step, or those of the dataset, are others in number, as far as it is known."""
+    """Return whether a step, or the dataset, has another number of samples, as far as these are known."""
     pairs = {name: (before[name], now[name]) for name in before}
     batches = (1, 1) if None in pairs["batch"] else pairs["batch"]
     windows = {batch * window for batch, window in zip(batches, pairs["accumulation"], strict=True)}
@@ -560,7 +562,7 @@ def _state_of(trainer: Any) -> dict[str, Any]:
 
 
 def _digest(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Return a short text that identifies tensors: a name in the state, so that others are no match."""
+    """Return a hash of names, dtypes, shapes and sums of tensors, as a name in the state that others do not match."""
     digest = hashlib.blake2b(digest_size=8)
     for name, tensor in tensors.items():
         total = tensor.detach().contiguous().reshape(-1).view(torch.uint8).sum(dtype=torch.int64)

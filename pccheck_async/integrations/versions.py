@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the framework that an adapter is for is installed, in a version that the adapter was tested with."""
+"""Checks that the framework of an adapter is installed, in a version that the adapter was tested with."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ __all__ = ["require"]
 
 
 def require(framework: str, tested: str) -> None:
-    """Check the version of a framework before it is imported, and warn of one that was not tested.
+    """Check the version of a framework before it is imported; warn if that was not tested.
 
     Args:
-        framework: Its name as a package, which is also that of the extra that installs it.
-        tested: Versions that begin so were tested, such as ``"0.19"``.
+        framework: Name of the framework's package, and of the extra that installs it.
+        tested: Beginning of the tested versions, such as ``"0.19"``.
 
-    Raises ImportError: it is not installed; the text names the command that installs it.
+    Raises ImportError: the framework is not installed; the text names the command that installs it.
     """
     try:
         found = version(framework)

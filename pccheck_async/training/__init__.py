@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All around a training step: the step context, accumulation windows, policies, preemption, resumable data.
+"""The parts of a training loop: step contexts, accumulation windows, policies, preemption, resumable data.
 
-It connects an engine to the hooks that the engine has for training.
+This package implements the hooks that the engine has for training.
 It may import: engine and the rooms below. Policies are in :mod:`.policy`, resumable data in :mod:`.data`.
 """
 

@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Windows of gradient accumulation: after which training steps no gradient waits to be used by an optimizer's step.
+"""Recognises the ends of gradient accumulation windows, after which no gradient waits for an optimizer's step.
 
 Gradients are not saved. A window is several step contexts (``engine.step``) that lead to one step of an optimizer; a
-checkpoint inside it would lose the gradients that the first contexts computed. The end of a window is recognised by the
-steps of optimizers:
+checkpoint inside it would lose the gradients that the first contexts computed. A context ends a window if both hold:
 
-- If optimizers are attached, at least one of them must make a step in the context.
-- No watched optimizer (attached, or found in the state) that made no step in the context may have unused gradients.
+- If optimizers are attached, at least one of them made a step in the context.
+- No watched optimizer (attached, or found in the state) that made no step in the context has unused gradients.
 
-A step of any optimizer counts for those whose parameters it changes: an attached object may wrap the one that makes
-the steps, and have a ``step`` of another name or none (sharpness-aware minimisation).
+A step of any optimizer is also one of the watched optimizers with the same parameters: an attached object may wrap the
+one that makes the steps, and have a ``step`` of another name or none (sharpness-aware minimisation).
 
-A gradient counts as used if it has not changed since the last context with a step on its parameter ended. Gradients
-computed after that step do not count: some training leaves gradients that are never used (an actor's loss leaves some
-in the critic). If such gradients reach an optimizer that makes no step, and no context ends without any for a while,
-they are ignored from then on, with a warning. Of an optimizer that made a step in every context so far, a sample of the
-gradients is looked at.
+A gradient is used if it has not changed since the end of the last context with a step on its parameter. So gradients
+that were computed after that step, but in the same context, are used, too: some training leaves gradients that no step
+uses (an actor's loss leaves some in the critic). If gradients stay unused in an optimizer that makes no step, and for a
+while every context ends so, they are ignored from then on, with a warning. Of an optimizer that made a step in every
+context so far, only a sample of the gradients is checked.
 
 Only gradients in ``.grad`` whose changes torch counts are seen. Libraries that accumulate elsewhere (flat buffers of
 their own, FSDP2 without synchronisation) need an attached optimizer.
@@ -42,7 +41,7 @@ __all__ = ["PATIENCE", "Accumulation", "Mark", "optimizers_in", "parameters_of"]
 
 
 class Mark(NamedTuple):
-    """Steps made by optimizers, and their parameters with versions and addresses."""
+    """Number of optimizer steps so far, and the optimizers' parameters with their versions and addresses."""
 
     steps: int
     parameters: list[torch.Tensor]
@@ -51,22 +50,23 @@ class Mark(NamedTuple):
 
 
 PATIENCE = 64
-"""Step contexts in a row that unused gradients alone keep inside a window, until those gradients are ignored."""
+"""Step contexts in a row that end with unused gradients until those gradients are ignored."""
 PATIENCE_SECONDS, _FEWEST = 600.0, 3
-"""After so many seconds they are ignored sooner, but not before so many contexts: a context may be a whole epoch."""
+"""Seconds after which they are ignored sooner, and contexts that this takes at least: one may be a whole epoch."""
 _MOST_ITEMS, _MOST_LOOKS = 64, 256
-"""Optimizers are looked for in lists and the like of at most so many items, as long as so many values were not seen."""
+"""Limits of the search for optimizers in a state: items of a container that is searched, and values seen in all."""
 _OUTSIDE = 2
-"""Steps of optimizers between contexts that had none: a single one may be another loss's."""
+"""Optimizer steps between contexts, themselves without any, from which on ``optimizer.step()`` is taken to be outside
+of them. (A single one may be another loss's.)"""
 _MOST_IDLE = 3
-"""Steps without any gradient after which an optimizer that had none before counts as one that trains nothing."""
+"""First steps of an optimizer, all without any gradient, after which it is taken to train nothing."""
 _SAMPLE = 32
-"""Gradients, spread over all parameters, that are noted of an optimizer while it makes a step in every context."""
+"""Gradients, spread over all parameters, that are marked in an optimizer while it makes a step in every context."""
 _USED = "_pccheck_used"
-"""An attribute of gradients: their identity (copies have it, too) and their version when they were used.
+"""Name of an attribute of gradients: their ``id`` (copies inherit the attribute) and their version when they were used.
 
-Torch does not swap tensors that have weak references (``module.to``, ``load_state_dict``), and a new one may get the
-number, the memory and the version of one that is gone.
+An attribute and no weak reference, because torch does not swap tensors that have one (``module.to``,
+``load_state_dict``); and no table, because a new tensor may get the ``id``, memory and version of one that is gone.
 """
 
 _version_of, _is_leaf, _gradient_of = attrgetter("_version"), attrgetter("is_leaf"), attrgetter("grad")
@@ -74,7 +74,7 @@ _version_of, _is_leaf, _gradient_of = attrgetter("_version"), attrgetter("is_lea
 
 @dataclass(slots=True)
 class _Watched:
-    """The record of one optimizer, as long as that is in use."""
+    """The record of one watched optimizer, kept as long as the optimizer exists."""
 
     reference: weakref.ref[torch.optim.Optimizer]
     last: int  # number of the context of its last step
@@ -87,12 +87,12 @@ class _Watched:
     waited: bool = False  # whether it had unused gradients in one of the contexts in a row that unused ones kept inside
 
     def gradients(self) -> list[torch.Tensor]:
-        """Return those of its gradients that are noted as used; none of an optimizer that is gone."""
+        """Return those gradients of the optimizer that are marked and checked; none if the optimizer is gone."""
         optimizer = self.reference()
         return [] if optimizer is None else _gradients(optimizer, self.sample)
 
     def note_used(self, sample: int | None) -> None:
-        """Mark ``sample`` of its gradients as used."""
+        """Mark ``sample`` of the optimizer's gradients (None: all) as used."""
         self.sample = sample
         gradients = self.gradients()
         for gradient, version in zip(gradients, _versions(gradients), strict=True):
@@ -100,15 +100,15 @@ class _Watched:
 
 
 class Accumulation:
-    """Watches the attached optimizers, and those in the state, for the ends of windows.
+    """Watches the attached optimizers, and those in the state, to recognise the ends of accumulation windows.
 
-    Those in the state join the attached ones in ``guard``: their steps would tear captures.
+    If optimizers are attached, those in the state are attached to ``guard``, too: their steps would tear captures.
 
     Args:
-        guard: That of the engine.
-        store: Its folder, for events.
-        look_at: Called once with an optimizer that made steps in several contexts and shares no parameter with a
-            watched one, until it returns whether it looked.
+        guard: The guard of the engine.
+        store: The engine's folder, for events.
+        look_at: Called with an optimizer that made steps in several contexts and shares no parameter with a watched
+            one, again at each step until it returns True.
     """
 
     def __init__(self, guard: Guard, store: str, look_at: Callable[[torch.optim.Optimizer], bool]) -> None:
@@ -127,7 +127,7 @@ class Accumulation:
         self._told_outside = False
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
-        """Watch its steps from now on. Idempotent. Raises TypeError if it has no hooks."""
+        """Watch the steps of an optimizer from now on. Idempotent. Raises TypeError if it has no hooks."""
         watched, number = self._watched, id(optimizer)
         if number in watched:
             return
@@ -145,7 +145,7 @@ class Accumulation:
             self._hooks.add(after=self._after_step)
 
     def begin(self, state: Mapping[str, Any]) -> int:
-        """Called when a step context begins; returns its number. Watches the optimizers in its state, too."""
+        """Called when a step context begins; returns its number. Watches, and attaches, optimizers in its state."""
         self._context += 1
         self._is_inside = True
         self._see_steps()
@@ -164,7 +164,7 @@ class Accumulation:
         return self._context
 
     def end(self, step: int, context: int) -> str:
-        """Called when a step context ends; returns why it may be inside a window, empty if it is outside all."""
+        """Called when a step context ends; returns why this may be inside a window; "" if it is not."""
         watched, attached = list(self._watched.values()), self._guard.attached
         self._is_inside = False
         made, without = [], []
@@ -198,7 +198,7 @@ class Accumulation:
         return ""
 
     def _say_outside(self, step: int) -> str:
-        """Return why a context is inside a window if steps come behind contexts, and none in them; else nothing."""
+        """Return a reason, and log it once, if optimizers make their steps between contexts; else return ""."""
         if len(self._outside) < _OUTSIDE:
             return ""
         optimizer = self._outside[-1]
@@ -212,7 +212,7 @@ class Accumulation:
         return f"the {optimizer} makes its steps outside of the block of engine.step: move optimizer.step() into it"
 
     def watches(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the steps of this very optimizer are seen."""
+        """Return whether this very optimizer is watched."""
         return id(optimizer) in self._watched
 
     def mark(self) -> Mark:
@@ -224,7 +224,7 @@ class Accumulation:
         return self._mark(parameters)
 
     def is_at(self, mark: Mark) -> bool:
-        """Whether no watched optimizer has made a step since, and the parameters have not changed or moved."""
+        """Return whether, since ``mark``, no watched optimizer made a step, and no parameter changed or moved."""
         return mark == self._mark(mark.parameters)
 
     def _mark(self, parameters: list[torch.Tensor]) -> Mark:
@@ -233,14 +233,14 @@ class Accumulation:
         return Mark(self._steps, parameters, _versions(parameters), addresses)
 
     def close(self) -> None:
-        """Release all optimizers."""
+        """Remove the hooks, and forget all optimizers."""
         if self._hooks is not None:
             self._hooks.remove(self._after_step)
         self._watched.clear()
         self._strangers.clear()
 
     def _lose_patience(self, waiting: Collection[_Watched], step: int) -> bool:
-        """Count a context that unused gradients alone keep in a window; return whether they are ignored from now on."""
+        """Count a context that ended with unused gradients; return whether these are ignored from now on."""
         now = time.monotonic()
         if self._unused_contexts == 0:
             self._unused_first, self._unused_since = self._context, now
@@ -290,7 +290,7 @@ class Accumulation:
                 self._outside = [*self._outside[-1:], type(optimizer).__qualname__]
 
     def _look_at_gradients(self, this: _Watched, optimizer: torch.optim.Optimizer) -> None:
-        """Warn, once, if the first steps of an optimizer find no gradient: it may be of a model that does not train."""
+        """Log once if the first steps of an optimizer find no gradient: its model may not be the one that trains."""
         assert this.idle is not None
         this.idle = None if _gradients_of(parameters_of(optimizer)) else this.idle + 1
         if this.idle == _MOST_IDLE:
@@ -301,7 +301,7 @@ class Accumulation:
             write("no_gradients", text, type(optimizer).__qualname__, _MOST_IDLE, store=self._store)
 
     def _with_parameters_of(self, other: torch.optim.Optimizer) -> list[_Watched]:
-        """Return the records of the watched optimizers that have a parameter of another one."""
+        """Return the records of the watched optimizers that share a parameter with ``other``."""
         theirs = {*map(id, parameters_of(other))}
         return [
             each
@@ -346,7 +346,7 @@ def _addresses(tensors: list[torch.Tensor]) -> list[int]:
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the parameters of all its groups."""
+    """Return the parameters of all groups of an optimizer."""
     found: list[torch.Tensor] = []
     for group in optimizer.param_groups:
         found += group["params"]
@@ -363,7 +363,7 @@ def _gradients(optimizer: torch.optim.Optimizer, sample: int | None) -> list[tor
 
 
 def _spread(optimizer: torch.optim.Optimizer, sample: int) -> list[torch.Tensor]:
-    """Return about ``sample`` parameters, as many apart, and touch no other one (224 cold ones cost a step 0.1 ms)."""
+    """Return about ``sample`` parameters at equal distances, without touching others (224 cost a step 0.1 ms)."""
     groups = [group["params"] for group in optimizer.param_groups]
     apart, first, found = sum(map(len, groups)) // sample or 1, 0, []
     for parameters in groups:
@@ -379,7 +379,7 @@ def _gradients_of(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def optimizers_in(state: Mapping[str, Any]) -> list[torch.optim.Optimizer]:
-    """Return those in the values of a state, and in dicts, lists and tuples among them, the outermost first."""
+    """Return the optimizers in the values of a state, and in dicts, lists and tuples in them, the outermost first."""
     found, looks, rest = [], 0, [list(state.values())]
     for values in rest:
         for value in values:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loop that iterates over a loader, as its frames and its source show it: habits that resume wrongly are seen so.
+"""Recognises, by frames and source text, training loops that would resume wrongly.
 
-Only warnings follow from it. A loop of another form is not recognised, and of none more is said than is sure.
+The results are used for warnings only. Loops of another form are not recognised.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ __all__ = ["count_before", "fixed_passes"]
 
 
 def count_before(generator: FrameType) -> int | None:
-    """Return the number that ``enumerate`` gives to the item that a running generator yields next.
+    """Return the number that ``enumerate`` will give to the next item of the generator whose frame this is.
 
-    None if no ``enumerate`` iterates over it. Takes some 0.05 s, if the caller's code names it at all.
+    None if no ``enumerate`` iterates over it. Takes some 0.05 s if the caller's code names ``enumerate``.
     """
     caller = generator.f_back
     if caller is None or "enumerate" not in caller.f_code.co_names:
@@ -33,10 +33,10 @@ def count_before(generator: FrameType) -> int | None:
 
 
 def fixed_passes(frame: FrameType | None) -> str:
-    """Return the head of the loop that makes one pass in each turn, and the same number of turns at each start.
+    """Return the ``for ... in range(...)`` head of a loop over epochs that makes equally many passes at each start.
 
-    ``frame`` begins the pass. Empty unless the innermost loop around that is a ``for`` over ``range`` of one argument,
-    or from a constant on, that is not left early.
+    ``frame`` is the one that begins a pass. Returns "" unless the innermost loop around it is a ``for`` over ``range``
+    (or ``trange``) with one argument, or with a constant as start, without ``break`` and ``return``.
     """
     while frame is not None:
         loop = None if frame.f_globals.get("__name__", "").startswith("pccheck_async.") else _loop_around(frame)
@@ -49,7 +49,7 @@ def fixed_passes(frame: FrameType | None) -> str:
 
 
 def _loop_around(frame: FrameType) -> ast.For | ast.AsyncFor | ast.While | None:
-    """Return the innermost loop, in the body of which a frame is, of the function of the frame."""
+    """Return the innermost loop of the frame's function whose body the frame is executing; None if it is in none."""
     line = frame.f_lineno
     try:
         node: ast.AST | None = ast.parse("".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training data whose position is a few numbers, saved with the rest of the state and resumed without replay."""
+"""A sampler and a loader whose position is a few numbers, saved in the app state and resumed without replay."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ Shuffle = bool | Literal["keyed"]
 Positions = npt.NDArray[np.uint64]
 
 _SAME = ("size", "seed", "shuffle", "drop_last")
-"""The arguments that a position is saved with, and must be resumed with."""
+"""The arguments that are saved with a position, and that must be the same when it is restored."""
 
 
 def mix(*parts: int | str) -> int:
-    """Return 64 bits that depend on every part: neighbouring seeds and epochs have nothing in common."""
+    """Return a 64-bit hash of all parts, so that neighbouring seeds and epochs give unrelated numbers."""
     text = "/".join(map(str, parts))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 class Order:
-    """The samples of every epoch in order, one slice at a time (see :class:`ResumableSampler` for the arguments)."""
+    """The order of the samples in each epoch (see :class:`ResumableSampler` for the arguments)."""
 
     def __init__(self, size: int, seed: int, shuffle: Shuffle) -> None:
         self.size, self.seed, self.shuffle = size, seed, shuffle
@@ -47,7 +47,7 @@ class Order:
         self._drawn: KeyedPermutation | npt.NDArray[np.int64]  # for that epoch
 
     def indices(self, epoch: int, start: int, stop: int) -> list[int]:
-        """Return the samples at the positions from ``start`` up to ``stop`` of an epoch."""
+        """Return the indices of the samples at the positions from ``start`` up to ``stop`` of an epoch."""
         if self.shuffle is False:
             return list(range(start, stop))
         if self._epoch != epoch:
@@ -63,11 +63,11 @@ class Order:
 
 
 class KeyedPermutation:
-    """A permutation of ``range(size)`` in constant memory, each place computed on demand.
+    """A permutation of ``range(size)`` in constant memory, each value computed on demand.
 
-    A Feistel network on pairs of digits, one below ``a``, one below ``b``, where ``a b`` is just large enough; results
-    beyond ``size`` are permuted again (cycle walking: Black and Rogaway, "Ciphers with Arbitrary Finite Domains",
-    2002). It shuffles well and keeps no secrets.
+    A Feistel network on pairs of digits, one below ``a`` and one below ``b``, where ``a b`` is at least ``size`` and
+    little more; results from ``size`` on are permuted again (cycle walking: Black and Rogaway, "Ciphers with Arbitrary
+    Finite Domains", 2002). For shuffling, not for cryptography.
     """
 
     ROUNDS = 8
@@ -81,7 +81,7 @@ class KeyedPermutation:
         ]
 
     def __getitem__(self, positions: Positions) -> Positions:
-        """Return the permuted values of these positions, all of them below ``size``."""
+        """Return the permuted values of these positions; all positions must be below ``size``."""
         found = self._permute(positions)
         while len(beyond := np.flatnonzero(found >= self.size)):
             found[beyond] = self._permute(found[beyond])
@@ -97,14 +97,14 @@ class KeyedPermutation:
 
 
 def _scramble(numbers: Positions) -> Positions:
-    """Return 63 bits that each depend on all bits of the number (the finaliser of SplitMix64)."""
+    """Return 63-bit hashes, each bit of which depends on all bits of the number (the finaliser of SplitMix64)."""
     numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return (numbers ^ (numbers >> np.uint64(31))) >> np.uint64(1)
 
 
 class _Shares(NamedTuple):
-    """How the samples of an epoch are shared out: ``step`` is samples per step of all ranks, ``total`` per epoch."""
+    """How an epoch is shared out to the ranks: ``step`` samples per step of all ranks, ``total`` samples per epoch."""
 
     rank: int
     world_size: int
@@ -112,29 +112,29 @@ class _Shares(NamedTuple):
     total: int
 
     def stop(self, position: int) -> int:
-        """Where the step ends that begins at ``position``."""
+        """Return the position at which the step ends that begins at ``position``."""
         stop = position + self.step
         return stop if self.total - stop >= self.world_size else self.total
 
 
 class ResumableSampler(Sampler[list[int]]):
-    """Batches of indices, every sample once per epoch, resumable at any batch; put it into the app state.
+    """Yields batches of indices, every sample once per epoch, resumable at any batch; put it into the app state.
 
     ``for epoch in sampler.epochs(n)`` counts the epochs of a training. A ``for`` over the sampler itself is a new pass
-    over the data, unless the position was restored or set and no iterator has taken it yet: then it is the rest of that
-    pass, which is empty if all of it was delivered. The position is taken when the iterator is made.
+    over the data, except for the first one after a restore or ``set_epoch``: that one yields the rest of the restored
+    pass, which is empty if the whole pass was delivered. The position is read when the iterator is made.
 
-    One iterator is alive at a time: another one, ``load_state_dict`` and ``set_epoch`` of another epoch make its
-    ``next`` raise RuntimeError, because ending it would look like the end of the data. An iterator that was only made
-    follows ``load_state_dict`` and ``set_epoch``.
+    Only one iterator may be in use: making another one, ``load_state_dict`` and ``set_epoch`` of another epoch make the
+    next ``next`` of the old one raise RuntimeError, because ending it would look like the end of the data. An iterator
+    whose ``next`` was not called yet follows ``load_state_dict`` and ``set_epoch`` instead.
 
     The order is a function of ``seed`` and the number of the pass. Resuming skips to the position: no batch is
-    replayed, no sample looked at.
+    replayed, and no sample is loaded for that.
 
-    With several ranks, step i takes the global samples from ``i * batch_size * world_size`` on, and each rank a slice
-    of them; all ranks take the same number of steps and no sample is padded. The last, smaller step is shared out as
-    evenly as it goes. Fewer samples than ranks are no step of their own, because some rank would have an empty batch:
-    they join the step before, and there the first ranks get one more than ``batch_size``.
+    With several ranks, step i takes the samples from position ``i * batch_size * world_size`` of the order on, and each
+    rank gets a slice of them; all ranks take the same number of steps and no sample is repeated. The last, smaller step
+    is shared out as evenly as possible. If it has fewer samples than there are ranks, some rank would have an empty
+    batch: then they are added to the step before, and the first ranks get one more than ``batch_size`` there.
 
     As ``DataLoader(batch_sampler=...)`` it counts the batches that the loader drew, and with worker processes that is
     ahead of the trainer: use :class:`ResumableLoader` there.
@@ -142,19 +142,19 @@ class ResumableSampler(Sampler[list[int]]):
     Args:
         data: The number of samples, or a dataset that has a length.
         batch_size: Samples per batch and rank.
-        seed: The source of the orders.
-        shuffle: True: ``torch.randperm``, which takes time and 8 bytes of memory per sample, once per epoch, and
+        seed: Determines the order of every pass.
+        shuffle: True: by ``torch.randperm``, which takes time and 8 bytes of memory per sample, once per epoch, and
             may differ between releases of torch. "keyed": computed batch by batch in constant memory, the same
-            everywhere, for billions of samples. False: in order.
-        drop_last: Leave out the samples of an epoch that do not fill a step of all ranks.
-        rank: Of this process. None: that in ``torch.distributed`` at first use (``len``, the first ``next``,
-            ``state_dict`` and so on), or 0 where that is not initialised by then.
-        world_size: Number of ranks; likewise, else 1.
+            everywhere, for billions of samples. False: not shuffled.
+        drop_last: Leave out the samples at the end of an epoch that do not fill a step of all ranks.
+        rank: Rank of this process. None: its rank in ``torch.distributed`` at first use (``len``, the first ``next``,
+            ``state_dict`` and so on), or 0 if that is not initialised by then.
+        world_size: Number of ranks. None: that of ``torch.distributed`` at first use, or 1.
 
     Raises:
         TypeError: ``data`` is neither a number nor has a length, or is a ``DataLoader``.
-        ValueError: The arguments make no sense together, or leave an epoch without a step.
-        RuntimeError: At any use where ``torch.distributed`` has other ranks than at the first use.
+        ValueError: Arguments are out of range or do not fit together, or an epoch would have no step.
+        RuntimeError: At a later use: ``torch.distributed`` has other ranks than at the first use.
     """
 
     def __init__(
@@ -189,14 +189,14 @@ class ResumableSampler(Sampler[list[int]]):
 
     @property
     def place_in_words(self) -> str:
-        """Epoch, position and rank; decides nothing that is not decided yet."""
+        """A text with epoch, position and, if already determined, rank; does not determine it."""
         place, shares = self.course.state, self._resolved
         rank = "" if shares is None else f", rank {shares.rank} of {shares.world_size}"
         return f"epoch {place.epoch}, {place.position} of {self.size} samples, batches of {self.batch_size}{rank}"
 
     @property
     def rank(self) -> int:
-        """Of this process."""
+        """Rank of this process."""
         return self._shares().rank
 
     @property
@@ -206,21 +206,21 @@ class ResumableSampler(Sampler[list[int]]):
 
     @property
     def epoch(self) -> int:
-        """The epoch underway, from 0: of :meth:`epochs` or :meth:`set_epoch`, else the number of the pass."""
+        """Number of the epoch underway, from 0: counted by :meth:`epochs` or :meth:`set_epoch`, else one per pass."""
         return self.course.epoch
 
     @property
     def position(self) -> int:
-        """Samples of the pass that were delivered, over all ranks."""
+        """Samples of the pass that were delivered so far, to all ranks together."""
         return self.course.state.position
 
     @property
     def at_end(self) -> bool:
-        """Whether the last batch of the epoch was delivered; true while the loop works on that batch."""
+        """Whether the last batch of the epoch was delivered; already true while the loop works on that batch."""
         return self.course.complete or self.course.place.position == self._shares().total
 
     def __len__(self) -> int:
-        """Steps in a whole epoch, the same on every rank."""
+        """Return the number of steps in a whole epoch, the same on every rank."""
         shares = self._shares()
         full, rest = divmod(shares.total, shares.step)
         return max(full + (rest >= shares.world_size), 1)
@@ -229,24 +229,24 @@ class ResumableSampler(Sampler[list[int]]):
         return unnumbered(self.deliver(self.rest))
 
     def epochs(self, epochs: int, *, steps: int | None = None) -> Iterator[Epoch[list[int]]]:
-        """Yield the epochs that are left of so many (see :meth:`ResumableLoader.epochs`)."""
+        """Yield those of ``epochs`` epochs that are not done yet (see :meth:`ResumableLoader.epochs`)."""
         return self.course.epochs(epochs, steps, self.__len__, lambda epoch: self.deliver(self.rest, epoch=epoch))
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin the next ``for`` with ``epoch``, counted by the caller (a trainer).
+        """Make the next ``for`` a pass of ``epoch``, if the caller (a trainer) counts the epochs.
 
-        It starts at the restored position if that lies in this epoch and nothing was loaded since, and else at the
-        epoch's beginning. Each further ``for`` is another pass of the same epoch. Inside a loop over :meth:`epochs` the
-        number must be that of the epoch underway, and nothing changes.
+        That ``for`` starts at the restored position if that lies in this epoch and no batch was loaded since, and else
+        at the epoch's beginning. Each further ``for`` is another pass of the same epoch. Inside a loop over
+        :meth:`epochs` this changes nothing, and ``epoch`` must be the epoch underway.
 
         Raises:
             ValueError: ``epoch`` is negative.
-            RuntimeError: :meth:`epochs` counts, and is in another epoch.
+            RuntimeError: a loop over :meth:`epochs` is in another epoch.
         """
         self.course.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position and the arguments that it is valid for: plain values, the same on every rank."""
+        """Return the position, and the arguments that it is valid for, as plain values, the same on every rank."""
         valid_for = {name: getattr(self, name) for name in (*_SAME, "batch_size", "world_size")}
         epoch, number, position, earlier = self.course.save()
         # Where loops over epochs were not counted, every pass was an epoch: older versions go on with this pass.
@@ -255,10 +255,10 @@ class ResumableSampler(Sampler[list[int]]):
     def load_state_dict(self, state_dict: Mapping[str, Any], /) -> None:
         """Go to a saved position; the next iterator starts there.
 
-        The world size may be another one if ``batch_size`` makes up for it, so that steps stay as they are.
+        The world size may differ from the saved one if ``batch_size * world_size`` is the same.
 
         Raises:
-            ValueError: See :meth:`check_state_dict`. Nothing has changed.
+            ValueError: As :meth:`check_state_dict`; nothing was changed.
         """
         self.check_state_dict(state_dict)
         number = state_dict["epoch"]
@@ -266,10 +266,11 @@ class ResumableSampler(Sampler[list[int]]):
         self.course.load(EpochPlace(epoch, number, position, tuple(map(bool, state_dict.get("earlier", ())))))
 
     def check_state_dict(self, state_dict: Mapping[str, Any], /) -> None:
-        """Check a saved position without going there; ``engine.restore`` does so before it changes anything.
+        """Check a saved position without going there; ``engine.restore`` calls this before it changes anything.
 
         Raises:
-            ValueError: The position is none of this sampler's, or was saved with other arguments, which are named.
+            ValueError: This is no state of such a sampler, or it was saved with other arguments, which the message
+                names, or there is no step of this sampler at the position.
         """
         numbers = ("epoch", "position", "batch_size", "world_size")
         try:
@@ -301,7 +302,7 @@ class ResumableSampler(Sampler[list[int]]):
             )
 
     def rest(self, place: EpochPlace, end: int) -> Iterator[list[int]]:
-        """Yield this rank's batches of a pass from a place up to position ``end``, without moving on."""
+        """Yield this rank's batches of a pass from a place up to ``end``, without moving the sampler's position."""
         shares, position = self._shares(), place.position
         while position < end:
             stop = shares.stop(position)
@@ -313,9 +314,10 @@ class ResumableSampler(Sampler[list[int]]):
     def deliver(
         self, batches: Callable[[EpochPlace, int], Iterable[T]], *, epoch: int | None = None, on: bool = False
     ) -> Iterator[tuple[int, T]]:
-        """Hand out a numbered batch per batch of :meth:`rest`, moving on with each (for loaders built on this sampler).
+        """Return an iterator of one ``for``: pairs of number and batch. Each moves the sampler's position.
 
-        See :meth:`Course.iterate` for ``epoch`` and ``on``.
+        ``batches`` returns the batches of a pass, one for each batch of indices of :meth:`rest`. ``epoch`` and ``on``
+        are as for :meth:`Course.iterate`.
         """
 
         def passing(place: EpochPlace, steps: int | None, _: bool) -> Iterator[tuple[int, bool, tuple[int, T]]]:
@@ -330,7 +332,7 @@ class ResumableSampler(Sampler[list[int]]):
         return self.course.iterate(passing, epoch=epoch, on=on)
 
     def _shares(self) -> _Shares:
-        """Return how the ranks share the samples, decided at the first call. Raises RuntimeError if that changed."""
+        """Return how the ranks share the samples; the first call decides. Raises RuntimeError if the ranks changed."""
         now = _distributed() if self._follows else None
         if self._resolved is None:
             self._resolved = self._divide(*(now or (0, 1)))
@@ -383,42 +385,42 @@ def _distributed() -> tuple[int, int] | None:
 
 
 iterated: weakref.WeakKeyDictionary[ResumableLoader, float] = weakref.WeakKeyDictionary()
-"""When each loader of this process last began a pass, of the monotonic clock."""
+"""Time at which each loader of this process last began a pass, of the monotonic clock."""
 
 
 class ResumableLoader:
     """``torch.utils.data.DataLoader`` with a position in the app state; resuming gives exactly the missing batches.
 
-    Loop over :meth:`epochs`, or, for training that counts steps, over :meth:`forever` or the loader itself, whose every
-    ``for`` is a new pass, the first one after a restore the rest of one. Warns (UserWarning) of loops that resume
-    wrongly, as far as it sees that: over the loader itself after a ``break``, in a ``for epoch in range(3)`` that makes
-    three passes at each start, and with ``enumerate``, which begins at 0 in the rest of a pass: write
-    ``loader.epochs(3)`` and ``epoch.enumerate()``. Order, ranks and the fate of a live iterator: see
-    :class:`ResumableSampler`. A batch counts from the moment the loop gets it, so save after the step that used it.
-    Unlike a ``DataLoader`` it shuffles by default, and the order comes from ``seed``, not from ``torch.manual_seed``.
+    Write ``for epoch in loader.epochs(n): for batch in epoch:``. For training that counts steps, use :meth:`forever`,
+    or a ``for`` over the loader itself: each such ``for`` is a new pass, but the first one after a restore finishes the
+    interrupted pass. A UserWarning tells of loops that resume wrongly, if the loader can detect them: over the loader
+    itself after a ``break``; in a ``for epoch in range(3)``, which makes three passes at each start; and with
+    ``enumerate``, which begins at 0 in the rest of a pass (use ``epoch.enumerate()``). See :class:`ResumableSampler` on
+    the order, ranks, and several iterators. A batch is counted when the loop gets it, so save after the step that used
+    it. Unlike a ``DataLoader`` it shuffles by default, and the order comes from ``seed``, not from
+    ``torch.manual_seed``.
 
-    Random augmentations come out the same after a resume, with any ``num_workers``: Python's, numpy's and torch's
-    global generators are seeded from (seed, epoch, index) before each sample is fetched, and ``collate_fn`` goes on
-    from the state that the last sample of its batch left. The state of a worker's generators would depend on the
-    samples that the worker fetched before, which is not saved. With ``num_workers=0`` the trainer's generators are put
-    back afterwards; loading never moves them, so ``RNGState`` stays in step. A dataset with ``__getitems__`` (torch's
-    ``Subset``, too) is seeded per batch. Generators that the dataset owns (``default_rng``) and those of GPUs are not
-    seeded.
+    Random augmentations are the same after a resume, with any ``num_workers``: Python's, numpy's and torch's global
+    generators are seeded from (seed, epoch, index) before each sample is fetched, and ``collate_fn`` uses them in the
+    state that the last sample of its batch left. (A worker's generators depend on the samples that it fetched before,
+    and are not saved.) With ``num_workers=0`` the trainer's generators are put back afterwards, so that loading never
+    changes what ``RNGState`` saves. A dataset with ``__getitems__`` (torch's ``Subset``, too) is seeded once per batch.
+    Generators that the dataset owns (``default_rng``) and those of GPUs are not seeded.
 
     Args:
-        dataset: Map-style: it has a length and ``[index]``.
-        batch_size, shuffle, drop_last, rank, world_size: See :class:`ResumableSampler`; without ``batch_size``, 1, as
-            in ``DataLoader``.
-        seed: For the orders, and for randomness in the samples.
-        num_workers: Worker processes; 0 loads in this one.
+        dataset: A map-style dataset: it has a length and ``[index]``.
+        batch_size, shuffle, drop_last, rank, world_size: See :class:`ResumableSampler`; ``batch_size`` is 1 by default,
+            as in ``DataLoader``.
+        seed: Determines the order of every pass, and random numbers in the samples.
+        num_workers: Worker processes; 0 loads in this process.
         seed_samples: Seed before each sample (some 20 microseconds). False: in this process samples and ``collate_fn``
-            draw from the global generators, and those of workers are seeded when they start, from (seed, epoch,
-            worker), which no resume in mid-epoch can repeat. Right for datasets without randomness.
+            draw from the global generators; workers are seeded from (seed, epoch, worker) when they start, so that
+            random samples cannot be repeated after a resume in mid-epoch. Use False for datasets without randomness.
         dataloader_kwargs: Anything else that DataLoader takes (``collate_fn``, ``pin_memory``, ``prefetch_factor``,
-            ``persistent_workers``...), except for arguments that decide the order.
+            ``persistent_workers``...), except for arguments that determine the order.
 
     Raises:
-        TypeError: The dataset is iterable-style, or a ``DataLoader``, or an argument is one that this class decides.
+        TypeError: The dataset is iterable-style, or a ``DataLoader``, or an argument would determine the order.
         ValueError: See :class:`ResumableSampler`; also ``in_order=False``.
     """
 
@@ -477,7 +479,7 @@ class ResumableLoader:
 
     @property
     def epoch(self) -> int:
-        """The epoch underway, from 0: of :meth:`epochs` or :meth:`set_epoch`, else the number of the pass."""
+        """Number of the epoch underway, from 0: counted by :meth:`epochs` or :meth:`set_epoch`, else one per pass."""
         return self.sampler.epoch
 
     @property
@@ -487,27 +489,28 @@ class ResumableLoader:
 
     @property
     def at_end(self) -> bool:
-        """Whether the last batch of the epoch was delivered; true while the loop works on that batch."""
+        """Whether the last batch of the epoch was delivered; already true while the loop works on that batch."""
         return self.sampler.at_end
 
     def __len__(self) -> int:
-        """Steps in a whole epoch, the same on every rank."""
+        """Return the number of steps in a whole epoch, the same on every rank."""
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
         return unnumbered(self.sampler.deliver(self._batches))
 
     def epochs(self, epochs: int, *, steps: int | None = None) -> Iterator[Epoch[Any]]:
-        """Yield the epochs that are left of so many, each to iterate over: ``for batch in epoch``.
+        """Yield those of ``epochs`` epochs that are not done yet, each to iterate over: ``for batch in epoch``.
 
-        A restored loader starts in the epoch that was underway, with its remaining batches; all of them delivered
-        means an empty one, because the loop's work at its end may still be to do. A ``for`` over the loader itself
-        in an epoch that had its batches (``update_bn``, the accuracy on the training data) is a whole pass that leaves
-        the position alone. A loop that is left by ``break`` goes on at the same position when it is called again.
+        After a restore the first one is the epoch that was underway, with its remaining batches. It may have none,
+        because the loop's work at the end of an epoch may not have been done. Inside an epoch, after its batches, a
+        ``for`` over the loader itself (``update_bn``, the accuracy on the training data) is a whole pass that does not
+        move the position. A loop over epochs that was left by ``break`` goes on at its position when this is called
+        again.
 
         Args:
-            epochs: Of the whole training.
-            steps: Batches of each epoch, if less than the data gives; the next epoch shuffles anew.
+            epochs: Number of epochs of the whole training.
+            steps: Batches of each epoch, if fewer than the data gives; the next epoch shuffles anew.
 
         Raises:
             ValueError: ``epochs`` is negative or ``steps`` below 1.
@@ -517,12 +520,12 @@ class ResumableLoader:
         )
 
     def forever(self) -> Iterator[Any]:
-        """Yield batches from the position on, pass after pass: for training that counts steps."""
+        """Yield batches from the position on, pass after pass without end: for training that counts steps."""
         while True:
             yield from unnumbered(self.sampler.deliver(self._batches, on=True))
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin the next ``for`` with ``epoch`` (see :meth:`ResumableSampler.set_epoch`)."""
+        """Make the next ``for`` a pass of ``epoch`` (see :meth:`ResumableSampler.set_epoch`)."""
         self.sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -534,7 +537,7 @@ class ResumableLoader:
         self.sampler.load_state_dict(state_dict)
 
     def check_state_dict(self, state_dict: Mapping[str, Any], /) -> None:
-        """Check a saved position without going there. Raises ValueError: ``load_state_dict`` would refuse it."""
+        """Check a saved position without going there; raise ValueError if ``load_state_dict`` would refuse it."""
         self.sampler.check_state_dict(state_dict)
 
     def _batches(self, place: EpochPlace, end: int) -> Iterator[Any]:
@@ -545,7 +548,7 @@ class ResumableLoader:
 
 
 class _Feed:
-    """The DataLoader's batch sampler. It may run ahead: the position moves when a batch is delivered."""
+    """The DataLoader's batch sampler, which may be ahead of the position: that moves when a batch is delivered."""
 
     place: EpochPlace
     end: int
@@ -561,7 +564,7 @@ class _Feed:
 
 
 class _Seeded(Dataset[Any]):
-    """The dataset in batches that are collated, with the global generators seeded before each sample."""
+    """Wraps a dataset: gives whole, collated batches, and seeds the global generators before each sample."""
 
     def __init__(self, dataset: Dataset[Any] | Sequence[Any], seed: int, collate: Callable[[list[Any]], Any]) -> None:
         self.dataset, self._seed, self._collate = dataset, seed, collate
@@ -593,7 +596,7 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _introduce(worker_init_fn: Callable[[int], None] | None, worker: int) -> None:
-    """Make ``get_worker_info()`` in a worker return the user's own dataset, not its wrapper."""
+    """Make ``get_worker_info()`` in a worker give the user's own dataset, not its wrapper; call ``worker_init_fn``."""
     info: Any = get_worker_info()
     object.__setattr__(info, "dataset", info.dataset.dataset)  # it refuses plain assignments
     if worker_init_fn is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Passes over the data and the epochs of a training loop: a loader's place, and the beginning of its next ``for``."""
+"""The position of a loader in epochs and passes over the data, and where its next ``for`` begins."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ class EpochPlace(NamedTuple):
     """A place in the data, in the form in which it is saved.
 
     Attributes:
-        epoch: Epoch of the training loop, from 0. It may consist of several passes over the data.
-        number: Of the pass over the data, from 0; order and random samples depend on it.
+        epoch: Number of the epoch of the training loop, from 0. An epoch may consist of several passes over the data.
+        number: Number of the pass over the data, from 0; order and random samples depend on it.
         position: The part of the pass that was delivered, in the loader's unit.
-        earlier: For each pass of this epoch before this one, whether it was more than a look at its first batch.
+        earlier: For each earlier pass of this epoch, whether it ended or delivered more than one batch (a single batch
+            may be a mere look at the data).
     """
 
     epoch: int
@@ -36,16 +37,14 @@ class EpochPlace(NamedTuple):
 
 
 class Batches(Protocol[T_co]):
-    """Loads one pass: yields the position after each batch, whether the pass has no more, and the numbered batch."""
+    """Loads one pass: yields for each batch the position after it, whether it is the last one, and (number, batch)."""
 
     def __call__(
         self, place: EpochPlace, steps: int | None, counted: bool, /
     ) -> Iterable[tuple[int, bool, tuple[int, T_co]]]:
-        """Begin at ``place.position`` and end ``steps`` batches after the start of the pass (None: at its end).
+        """Load from ``place.position`` up to ``steps`` batches after the start of the pass (None: to its end).
 
-        Batches are numbered from the start of the pass on, from 0.
-
-        ``counted``: the place of this pass is saved.
+        Batches are numbered from 0 at the start of the pass. ``counted`` is whether the position of this pass is saved.
         """
         ...
 
@@ -57,7 +56,7 @@ class Epoch(Generic[T]):
     that was underway yields its remaining batches.
 
     Attributes:
-        number: From 0; also ``int(epoch)`` and ``str(epoch)``.
+        number: Number of the epoch, from 0; also ``int(epoch)`` and ``str(epoch)``.
     """
 
     def __init__(self, number: int, steps: int, begin: Callable[[], Iterator[tuple[int, T]]]) -> None:
@@ -67,15 +66,15 @@ class Epoch(Generic[T]):
         return unnumbered(self._begin())
 
     def enumerate(self, start: int = 0) -> Iterator[tuple[int, T]]:
-        """Return an iterator over pairs of number and batch, as ``enumerate(epoch, start)`` of an epoch never killed.
+        """Return an iterator over pairs of number and batch, like ``enumerate(epoch, start)`` in an uninterrupted run.
 
-        The first batch of a whole pass has the number ``start``; the rest of a pass after a restore continues to
-        count, where the function ``enumerate`` would begin anew.
+        The first batch of a whole pass has the number ``start``. In the rest of a pass after a restore the numbers
+        continue, where Python's ``enumerate`` would begin at ``start`` again.
         """
         return ((start + number, batch) for number, batch in self._begin())
 
     def __len__(self) -> int:
-        """Batches of a whole pass of the epoch, on this rank."""
+        """Return the number of batches in a whole pass of the epoch, on this rank."""
         return self._steps
 
     def __index__(self) -> int:
@@ -92,7 +91,7 @@ class Epoch(Generic[T]):
 
 
 def unnumbered(numbered: Iterator[tuple[int, T]]) -> Iterator[T]:
-    """Yield batches without their numbers; warns if ``enumerate`` counts anew in what is left of a pass."""
+    """Yield batches without their numbers; warn if an ``enumerate`` of the caller begins at 0 in the rest of a pass."""
     first = True
     for number, batch in numbered:
         if first and number and (count := count_before(sys._getframe())) is not None and count < number:
@@ -106,7 +105,7 @@ def unnumbered(numbered: Iterator[tuple[int, T]]) -> Iterator[T]:
 
 
 def warn(text: str) -> None:
-    """Warn (UserWarning) at the line outside this package that led here."""
+    """Issue a UserWarning at the line of the innermost caller outside this package."""
     frame, level = sys._getframe(), 1
     while frame.f_back is not None and frame.f_globals["__name__"].startswith("pccheck_async."):
         frame, level = frame.f_back, level + 1
@@ -114,26 +113,27 @@ def warn(text: str) -> None:
 
 
 class _Together(threading.local):
-    """State of all loaders of a thread, to distinguish the end of a loop over several (``zip``) from ``break``."""
+    """State of all loaders of a thread, to distinguish the end of a ``zip`` over several loaders from a ``break``."""
 
     ended_last: Course | None = None
-    """The course whose pass ended last, if since then it began no other and no loader delivered a batch of an epoch.
+    """The course whose pass ended last; None once it begins another pass, or any loader delivers a batch of an epoch.
 
-    A ``break`` in the step in which another loader's iterator ended looks the same as the end of a ``zip``: an iterator
-    does not see its caller.
+    A ``break`` in the step in which another loader's iterator ended looks the same as the end of a ``zip``, because an
+    iterator does not see its caller.
     """
     delivered = 0
-    """Batches of epochs of all loaders."""
+    """Number of batches that all loaders delivered in loops over ``epochs()``."""
 
 
 _together = _Together()
 
 
 class Course:
-    """The passes over the data of one loader in this process, and the place where they are.
+    """The passes over the data of one loader in this process, and the current place in them.
 
-    A ``for`` begins a new pass, unless a place is pending: that of the start, of a restore, of ``set_epoch``. The first
-    use decides how epochs are counted: by :meth:`epochs`, or by :meth:`set_epoch`; else every pass is an epoch.
+    A ``for`` begins a new pass, unless a place is pending (of the start, of a restore, or of ``set_epoch``): then it
+    begins there. The first use decides how epochs are counted: by :meth:`epochs`, or by :meth:`set_epoch`; otherwise
+    every pass is an epoch.
     """
 
     def __init__(self) -> None:
@@ -153,7 +153,7 @@ class Course:
         self._restored: EpochPlace | None = None  # until another pass has begun
 
     def _move(self, place: EpochPlace) -> None:
-        """Set the place for the next iterator; one that is underway ends with RuntimeError."""
+        """Set the place at which the next iterator begins; an iterator underway raises RuntimeError at its ``next``."""
         self.place = place
         self._pending: EpochPlace | None = place
         self._untouched = True  # no iterator has begun to load from here
@@ -171,19 +171,19 @@ class Course:
 
     @property
     def _worked(self) -> bool:
-        """Whether a pass of the epoch ended or gave more than one batch: a single one may be but a look at the data."""
+        """Whether a pass of the epoch ended or gave more than one batch (a single one may be a look at the data)."""
         return any(self.place.earlier) or self._ended or self._delivered > 1
 
     @property
     def state(self) -> EpochPlace:
-        """The place with which a resumed process has to begin."""
+        """The place at which a resumed process has to begin."""
         return self._next_epoch() if self._loop and self._is_over else self.place
 
     @property
     def _is_over(self) -> bool:
-        """Whether the loop over the epoch has ended, and not by ``break``.
+        """Whether the inner loop over the epoch's batches has ended, and not by ``break``.
 
-        Where one is over several loaders, it ends with one of them (``zip``) or goes on without it (``zip_longest``).
+        A loop over several loaders ends when the first of them ends (``zip``), or goes on without it (``zip_longest``).
         """
         if self._ended:
             return _together.ended_last is not None
@@ -195,12 +195,12 @@ class Course:
 
     @property
     def epoch(self) -> int:
-        """The epoch underway. A loop that reads it before its first pass counts epochs by it."""
+        """Number of the epoch underway. Reading it before the first pass is recorded: the loop may count by it."""
         self._asked = self._asked or not self._started
         return self.state.epoch
 
     def save(self) -> EpochPlace:
-        """Return :attr:`state`; warns inside a pass that it does not count."""
+        """Return :attr:`state`; warn inside a pass whose position is not saved."""
         if self._asides:
             self._warn(
                 "aside",
@@ -210,7 +210,7 @@ class Course:
         return self.state
 
     def load(self, place: EpochPlace) -> None:
-        """Go to a saved place."""
+        """Go to a saved place, at which the next iterator begins."""
         self._move(place)
         self._origin = self._restored = place
         self._started = self._asked = self._taken = False
@@ -220,7 +220,7 @@ class Course:
             self._counter = "passes"
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin the next iterator with epoch ``epoch``, or go on in it at a restored place that was not used yet."""
+        """Make the next iterator begin ``epoch``, or continue it at a restored place that no iterator has used yet."""
         epoch = operator.index(epoch)
         if epoch < 0:
             raise ValueError(f"epoch is {epoch}; the first one is 0")
@@ -240,7 +240,7 @@ class Course:
     def epochs(
         self, epochs: int, steps: int | None, length: Callable[[], int], begin: Callable[[int], Iterator[tuple[int, T]]]
     ) -> Iterator[Epoch[T]]:
-        """Yield the epochs that are left; ``begin`` makes a numbered iterator over a pass of the epoch of a number."""
+        """Yield those of ``epochs`` epochs that are not done; ``begin`` makes a numbered iterator of a pass of one."""
         epochs, steps = operator.index(epochs), None if steps is None else operator.index(steps)
         if epochs < 0 or (steps is not None and steps < 1):
             raise ValueError(f"epochs is {epochs} and steps {steps}; they are at least 0 and 1")
@@ -285,7 +285,7 @@ class Course:
                     _together.ended_last = before[1]
 
     def _leave(self) -> None:
-        """End the loop over epochs that is underway, if any; the next one goes on here."""
+        """End the loop over epochs that is underway, if any; the next loop over epochs continues at its place."""
         if self._loop:
             self._move(self._next_epoch() if self._is_over else self.place)
             self._origin = self.place
@@ -295,14 +295,17 @@ class Course:
         return EpochPlace(self.place.epoch + 1, self.place.number + 1)
 
     def iterate(self, batches: Batches[T], *, epoch: int | None = None, on: bool = False) -> Iterator[tuple[int, T]]:
-        """Return the numbered iterator of one ``for``. Where it begins is decided now, not at its first ``next``.
+        """Return an iterator of pairs of number and batch for one ``for``. Its place is fixed now, not at ``next``.
 
-        A restore or another ``for`` before that ``next`` changes it. Raises RuntimeError if ``epoch`` is not underway.
+        Only a restore or another ``for`` before its first ``next`` changes the place.
 
         Args:
             batches: Loads a pass.
             epoch: The number of the epoch that is iterated over; None for a loop over the loader itself.
-            on: Go on at the current place, instead of beginning a new pass.
+            on: Continue at the current place, instead of beginning a new pass.
+
+        Raises:
+            RuntimeError: ``epoch`` is not the epoch underway.
         """
         self._check(epoch)
         if self._counter == "epochs":
@@ -341,7 +344,7 @@ class Course:
             raise RuntimeError(f"epoch {epoch} is over: iterate over the one that epochs() gave last")
 
     def _begin(self) -> None:
-        """Take the pending place, give a restored one back, or begin a new pass."""
+        """Begin an iterator: at the pending place, again at a restored place that was given up, or in a new pass."""
         place = self._pending
         if place is None and self._restored is not None:
             place = self._given_back(self._restored)
@@ -424,7 +427,7 @@ class Course:
                 self._left_alone, self._live = self._alone, False
 
     def _aside(self, batches: Batches[T], number: int) -> Iterator[tuple[int, T]]:
-        """Yield a whole pass that leaves the place alone: batch statistics, accuracy on the training data."""
+        """Yield the batches of a whole pass without moving the place: for batch statistics, or training accuracy."""
         self._asides += 1
         try:
             for _, _, batch in batches(EpochPlace(self.place.epoch, number), None, False):

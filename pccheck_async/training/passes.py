@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Passes of plain DataLoaders that a training loop is in the middle of, of which a state has no position."""
+"""Detects that a training loop is in the middle of a pass over a plain DataLoader, whose position is not saved."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["PassesUnderway"]
 
 
 class PassesUnderway:
-    """The iterators of DataLoaders that have given batches when this is made; see :meth:`one_went_on`.
+    """All DataLoader iterators of the process that have given batches when this object is made.
 
-    Those of a ResumableLoader are left out.
+    Iterators of a ResumableLoader are left out.
     """
 
     def __init__(self) -> None:
@@ -30,9 +30,10 @@ class PassesUnderway:
         ]
 
     def one_went_on(self) -> bool:
-        """Whether one of them has given more batches of the same pass since.
+        """Return whether one of the iterators has given more batches of the same pass since.
 
-        One that has not is no part of the loop: of a look at the data, or of a validation that was left.
+        An iterator that has not is not the training loop's, but that of a look at the data or of a validation that
+        was left.
         """
         now = ((reference(), indices, before) for reference, indices, before in self._found)
         return any(

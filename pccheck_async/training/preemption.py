@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signals that request the end of the process: one last checkpoint at the next safe point, and then it ends.
+"""Signals that request the end of the process: one last checkpoint at the next safe point, then the process exits.
 
 The effects for a user, and job scripts for schedulers, are in ``examples/guide/preemption.md``. If forked workers of a
-``DataLoader`` die of a signal that the whole process group gets, the trainer's next batch raises: outside a step,
-leaving the engine's context still saves the last finished one; inside a step nothing more is saved.
+``DataLoader`` die of a signal that the whole process group gets, the trainer's next batch raises. If that happens
+outside a step, leaving the engine's context still saves the last finished step; inside a step nothing more is saved.
 
-How: a handler runs in the main thread between any two of its instructions, so it takes no lock, writes no log and
-raises nothing on the first signal: it records the request and starts a thread that may do all that. One lock, which is
-only ever tried, decides which of both ends the process: the training step that saved, or that thread, at the deadline.
+A signal handler runs in the main thread between any two of its instructions. So on the first signal it takes no lock,
+writes no log and raises nothing: it records the request and starts a thread that may do all that. A lock, which is
+acquired without blocking, decides whether the training step that saved, or that thread at the deadline, ends the
+process.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from pccheck_async.telemetry import write
 __all__ = ["Preemption"]
 
 _SAME_SECONDS = 1.0
-"""Signals so soon after the first are the same one: launchers pass on a signal that the process group got anyway."""
+"""Seconds after the first signal in which another is ignored: launchers pass on signals that the group got anyway."""
 _LATE_SECONDS = 0.5
-"""Seconds for a safe point that gives up at the deadline to end the process itself."""
+"""Seconds after the deadline in which a training step that gave up waiting may still end the process itself."""
 
 
 class _Request:
-    """A signal that came: its engines, their seconds, and the lock that decides which thread ends the process."""
+    """A signal that came: the engines that watch it, the deadline, and the lock of the thread that ends the process."""
 
     def __init__(self, signum: int, seconds: float, asked: list[Preemption]) -> None:
         self.signum = signum
@@ -51,11 +52,11 @@ class _Request:
         self._gone.acquire()
 
     def claim(self) -> bool:
-        """Claim the end of the process; only the first call returns True."""
+        """Claim to be the thread that ends the process; only the first call returns True."""
         return self.claim_lock.acquire(blocking=False)
 
     def wake(self) -> None:
-        """End the waiting of the thread that watches the time."""
+        """Wake the thread that waits for the deadline."""
         with suppress(RuntimeError):  # it was woken before
             self._wake.release()
 
@@ -63,7 +64,7 @@ class _Request:
         self._wake.acquire(timeout=max(0.0, self.until + _LATE_SECONDS - time.monotonic()))
 
     def leave(self) -> bool:
-        """Mark the process as ending; False if it was marked before."""
+        """Mark the process as ending; return False if it was marked before."""
         if self.left:
             return False
         self.left = True
@@ -75,7 +76,7 @@ class _Request:
 
 
 class _Signals:
-    """The handlers of this process, and the engines behind them."""
+    """The signal handlers of this process, and the engines that installed them."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
@@ -94,14 +95,14 @@ class _Signals:
                 signal.signal(signum, self._on_signal)
 
     def forget(self, preemption: Preemption) -> None:
-        """Put back handlers that no engine needs any more, unless a request is pending that still needs them."""
+        """Remove an engine, and put back handlers that no engine needs any more, unless a request is pending."""
         if preemption in self.engines:
             self.engines.remove(preemption)
         if self._request is None or self._request.left:
             self._put_back(set(self._previous) - {each for other in self.engines for each in other.signals})
 
     def let_go(self, request: _Request) -> None:
-        """End the process, from a safe point on any thread. Returns if a previous handler decides otherwise."""
+        """End the process: raise SystemExit, or let a previous handler run in the main thread. May be on any thread."""
         mine, main = request.claim(), threading.current_thread() is threading.main_thread()
         request.wake()
         if main:
@@ -115,14 +116,14 @@ class _Signals:
                 raise SystemExit(128 + request.signum)
 
     def drop(self, request: _Request) -> None:
-        """Take a request back: the process ends by an error of its own."""
+        """Withdraw a request, because an error ends the process already, and put the previous handlers back."""
         if request.claim():
             request.leave()
             request.wake()
             self._put_back(set(self._previous))
 
     def forked(self) -> None:
-        """Called in a forked child: forget the parent's engines and its signal, and put the earlier handlers back."""
+        """Called in a forked child: forget the parent's engines and request, and put the earlier handlers back."""
         self._pid = os.getpid()
         for each in self.engines:
             each.request = None
@@ -176,7 +177,7 @@ class _Signals:
         self._wake_main(request)
 
     def _wake_main(self, request: _Request) -> None:
-        """Run the handler in the main thread, interrupting any system call in which that waits."""
+        """Send the signal to the main thread, so that the handler runs there also if a system call blocks it."""
         ident = threading.main_thread().ident
         if ident is not None and signal.getsignal(request.signum) == self._on_signal:
             signal.pthread_kill(ident, request.signum)
@@ -192,7 +193,7 @@ class _Signals:
         previous(request.signum, frame)
 
     def _pass_on(self, signum: int, frame: FrameType | None) -> None:
-        """Handle a signal as if these handlers were not installed: the thread that closed could not put them back."""
+        """Put the previous handler back and let it handle the signal: the thread that closed the engine could not."""
         previous = self._previous.get(signum)
         ours = signal.getsignal(signum) == self._on_signal
         self._put_back({signum} & set(self._previous))
@@ -218,7 +219,7 @@ os.register_at_fork(after_in_child=_signals.forked)
 
 
 class Preemption:
-    """One engine's share in the signals that request the end of the process."""
+    """Watches, for one engine, the signals that request the end of the process, and ends it after the last save."""
 
     def __init__(self, engine: EngineCore) -> None:
         self._engine = engine
@@ -230,7 +231,7 @@ class Preemption:
         self.limited = False  # the engine's last drain ends at a time
 
     def watch(self, signals: tuple[int, ...], deadline: float) -> None:
-        """Install handlers; see :meth:`pccheck_async.CheckpointEngine.on_preemption`."""
+        """Install signal handlers. Arguments and errors: :meth:`pccheck_async.CheckpointEngine.on_preemption`."""
         if not deadline > 0:
             raise ValueError(f"deadline is seconds, more than 0, not {deadline!r}")
         if threading.current_thread() is not threading.main_thread():
@@ -254,27 +255,27 @@ class Preemption:
 
     @property
     def pending(self) -> bool:
-        """Whether a signal came and the process has not ended for it yet."""
+        """Whether a signal came and the process is not ending because of it yet."""
         return self.request is not None and not self.request.left
 
     @property
     def patience(self) -> float | None:
-        """Seconds that may still be spent on checkpoints in flight; None: any."""
+        """Seconds that may still be spent on checkpoints in flight; None without a limit."""
         return None if self.request is None else max(_LATE_SECONDS, self.request.until - time.monotonic())
 
     @property
     def newest(self) -> str:
-        """The newest checkpoint and the store, in words."""
+        """A text for the log: the step of the newest checkpoint, and the store."""
         step = self._engine.newest_step
         return f"{'no checkpoint' if step is None else f'the checkpoint of step {step}'} is in {self._engine.path}"
 
     def end_last_drains_at(self, until: float) -> None:
-        """End the engine's last drain at a time, in seconds of the monotonic clock."""
+        """Limit the engine's last drain: it ends at ``until`` at the latest, in seconds of the monotonic clock."""
         self.limited = True
         self._engine.end_last_drains_at(until)
 
     def follow(self) -> None:
-        """Send a signal to this process, if none came: another rank was preempted, and all end after the same step."""
+        """Send this process a watched signal if none came: another rank was preempted, and all end after one step."""
         if not self.pending and self.signals:
             os.kill(os.getpid(), min(self.signals, default=signal.SIGTERM))
 
@@ -285,7 +286,7 @@ class Preemption:
             self._engine.end_last_drains_at(None)
 
     def finish(self) -> None:
-        """Called when this engine has done all it could; ends the process once all engines have."""
+        """Called when this engine's last checkpoint was taken or failed; ends the process once that holds for all."""
         self.finished = True
         request = self.request
         if request is not None and not request.left and not self._others(request):
@@ -293,10 +294,10 @@ class Preemption:
 
     @contextmanager
     def ending(self, *, go: bool = True) -> Iterator[None]:
-        """Around closing the engine: put handlers back, and end the process if a signal requested that.
+        """Return a context manager for closing the engine; on leaving, put handlers back and end a preempted process.
 
         Args:
-            go: False if something else ends the process already.
+            go: False if an error ends the process already: then the request is withdrawn.
         """
         failure: Exception | None = None
         try:
@@ -322,7 +323,7 @@ class Preemption:
         _signals.let_go(request)
 
     def _others(self, request: _Request) -> bool:
-        """Whether other engines have not come to a safe point yet."""
+        """Return whether other engines in use still have to take their last checkpoint for this request."""
         others = (each for each in _signals.engines if each is not self and each.request is request)
         return any(each.in_use and not each.finished for each in others)
 

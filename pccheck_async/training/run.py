@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One training run with an engine: its policy, its step contexts, its windows, preemption, and the last save."""
+"""One training run with an engine: policy, step contexts, accumulation windows, preemption, and the last save."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ from pccheck_async.training.preemption import Preemption
 __all__ = ["AsyncStepContext", "StepContext", "TrainingRun", "TrainingStep"]
 
 MOST_POSTPONED, MOST_POSTPONED_SECONDS = 64, 600.0
-"""Step contexts, and seconds, that a checkpoint waits for the end of a window of gradient accumulation."""
+"""Most step contexts, and seconds, that a checkpoint waits for the end of a window of gradient accumulation."""
 
 _HOLD_NOTHING = (
     torch.nn.Module, torch.optim.Optimizer, LRScheduler, torch.amp.GradScaler, RNGState, ResumableLoader,
     ResumableSampler,
 )  # fmt: skip
-"""Objects that do not save another one unseen, as an object of a user's may."""
+"""Classes of objects whose state contains no other object unseen, as that of a user's class may."""
 _OF_POSITIONS = re.compile(r"^[^.]*(loader|sampler|position|offset|batch(?!_size))|^data$", re.IGNORECASE)
-"""Keys of a state under which a position in the data may be; those with a dot are names of parameters."""
+"""Matches keys of a state under which a position in the data may be; keys with a dot are names of parameters."""
 _EVERY_STEP = 16
-"""Steps in a row that set the metric of ``Keep(best=...)`` and are saved for it; after them every step seems to."""
+"""Steps in a row that are saved because they set the metric of ``Keep(best=...)``: longer runs of them are not."""
 
 
 _DROPOUTS = (
@@ -68,20 +68,20 @@ _DROPOUTS = (
 """Modules of torch that draw random numbers while they train."""
 _ANOTHER = "the state holds another one: if this one was made anew, make the state anew, too; if not, "
 _trained: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-"""Optimizers that have made steps with an engine that is closed."""
+"""Optimizers that have a state and were attached to an engine that was closed."""
 
 
 class TrainingStep:
     """The result of ``with engine.step(...) as this_step``.
 
     Attributes:
-        step: The user's number.
-        metadata: Small facts for ``list_checkpoints``, if this step is saved; may be added to inside the step context.
-            One that sets the metric of ``Keep(best=...)`` is saved (not in a group).
+        step: The caller's number of the step.
+        metadata: A few plain values for ``list_checkpoints``, if this step is saved; may be added to inside the step
+            context. A step that sets the metric of ``Keep(best=...)`` is saved (not in a group).
         pending: The checkpoint that was taken when the step context ended, or None.
-        whole: Whether it ended outside windows of gradient accumulation: the state is that of a whole step.
-        inside_window: Whether it is saved although it is not whole, after its checkpoint waited too long for that.
-        why_not_whole: Why it may have ended inside a window; empty if it did not.
+        whole: Whether the context ended outside of windows of gradient accumulation.
+        inside_window: Whether the step is saved although it is not whole, because the checkpoint waited too long.
+        why_not_whole: Why the context may have ended inside a window; empty if it did not.
     """
 
     pending: PendingCheckpoint | None = None
@@ -114,14 +114,14 @@ class TrainingStep:
     def save(self) -> None:
         """Request a checkpoint of this step, even if the policy does not; call it inside the context.
 
-        It is taken when the context ends, or, inside a window of gradient accumulation, at the window's end. In a group
-        all ranks call it in the same step.
+        The checkpoint is taken when the context ends or, inside a window of gradient accumulation, at the window's end.
+        In a group all ranks must call it in the same step.
         """
         self.wanted = True
 
     @property
     def stored_metadata(self) -> Metadata:
-        """The metadata to save: the user's, and the mark of a checkpoint that was saved inside a window."""
+        """The user's metadata, marked if the checkpoint is inside a window (the mark alone if both are too large)."""
         if not self.inside_window:
             return self.metadata
         marked = {**self.metadata, WINDOW_KEY: True}
@@ -137,12 +137,13 @@ class TrainingRun(TrainingHooks):
 
     A policy may choose a step inside a window of gradient accumulation, or one that a gradient scaler left out.
     Then the checkpoint is postponed to the end of the window (see :mod:`pccheck_async.training.accumulation`), and
-    ``policy.skipped`` is called: its measurements, and its next answer, count from the step that is saved. The end of a
-    window is a guess, so after 64 contexts or ten minutes it is made all the same, without overlap, and marked in its
-    metadata.
+    ``policy.skipped`` is called, so that the policy measures from the step that is saved. The recognition of a window's
+    end is a guess, so after 64 contexts or ten minutes (the contexts alone in a group) the checkpoint is taken all the
+    same, without overlap, and marked in its metadata.
 
-    With ``save_last``, leaving the engine's context saves the last finished step. In an open window that is done, and
-    marked, only if no checkpoint has the weights: it would replace one from which a resumed run computes the same bits.
+    With ``save_last``, leaving the engine's context saves the last finished step. If its window is still open, that is
+    done, with the mark, only if no checkpoint has the weights: otherwise a resumed run computes the same bits from that
+    checkpoint.
     """
 
     def __init__(self, core: EngineCore, policy: Policy, in_memory: Policy | None, *, save_last: bool) -> None:
@@ -185,7 +186,7 @@ class TrainingRun(TrainingHooks):
 
     @property
     def stopping(self) -> bool:
-        """Whether this step is the last one: a signal requested the end of this process, or of any rank's."""
+        """Whether this step is the last one: a signal requested the end of this process, or of one of another rank."""
         return self.core.peers.stopping(preempted=self.preemption.pending)
 
     def before_checkpoint(self, state: Mapping[str, Any]) -> bool:
@@ -225,14 +226,14 @@ class TrainingRun(TrainingHooks):
     # -- steps
 
     def attach(self, *optimizers: torch.optim.Optimizer) -> None:
-        """Make steps of ``optimizers`` wait for captures that they would tear, and watch for ends of windows."""
+        """Make steps of ``optimizers`` wait for captures that they would tear, and watch them for ends of windows."""
         self.core.check_alive()
         for optimizer in map(unwrapped, optimizers):
             self.core.guard.attach(optimizer)
             self._accumulation.watch(optimizer)
 
     def begin(self, this: TrainingStep, here: int) -> TrainingStep:
-        """Called when a thread or task, ``here``, enters a step's context, until :meth:`leave_step`; returns it."""
+        """Called when a thread or task of id ``here`` enters a step's context; RuntimeError inside another step's."""
         core = self.core
         core.check_alive()
         if (outer := self._inside.get(here)) is not None:
@@ -258,17 +259,17 @@ class TrainingRun(TrainingHooks):
         return this
 
     def leave_step(self, this: TrainingStep) -> None:
-        """Called when the context of a step is left, or given up. Idempotent."""
+        """Called when the context of a step is left, or collected without being left. Idempotent."""
         if this.inside is not None:
             del self._inside[this.inside]
             this.inside = None
 
     def end(self, this: TrainingStep, *, failed: bool) -> Tier | None:
-        """Called when a training step ends; returns the tier in which to checkpoint now; None for none.
+        """Called when a training step ends; returns the tier to save it in now; None if no checkpoint is due.
 
-        What is due on disk is saved in memory, too, if there is that tier.
+        A checkpoint on disk is also saved in memory, if there is that tier.
 
-        Raises UnsupportedStateError after the first one if its state could not be saved.
+        Raises UnsupportedStateError at the end of the first step if its state cannot be saved.
         """
         self.leave_step(this)
         if failed:
@@ -299,7 +300,7 @@ class TrainingRun(TrainingHooks):
         return due
 
     def note(self, this: TrainingStep, pending: PendingCheckpoint) -> None:
-        """Record the checkpoint that was taken after a step."""
+        """Record the checkpoint that was taken after a step; tell the policy if it was skipped."""
         this.pending = pending
         if not pending.skipped:
             flight_of(pending).overlap_was_chosen = True
@@ -307,7 +308,7 @@ class TrainingRun(TrainingHooks):
             self._policy.skipped(self.last_report)
 
     async def save_and_go(self, caller: Caller, this: TrainingStep) -> None:
-        """Save this step unless that was done, drain until the deadline, and end the process."""
+        """Save this step unless it was saved, wait for that until the deadline, and end the preempted process."""
         core, preemption, start = self.core, self.preemption, time.perf_counter()
         try:
             if this.rejections != self._rejections:
@@ -335,7 +336,7 @@ class TrainingRun(TrainingHooks):
             await asyncio.sleep(0)
 
     def _is_due(self, this: TrainingStep) -> bool:
-        """Report a step to the policy; return whether to checkpoint after it."""
+        """Report a step to the policy; return whether to checkpoint after it on disk. Called once after every step."""
         core = self.core
         before, report = self.last_report, self._report(this, self._policy, "disk")
         self.step_seconds = None if before is None else report.now - before.now
@@ -371,7 +372,7 @@ class TrainingRun(TrainingHooks):
     def _is_due_in_memory(self, this: TrainingStep, due: Tier | None) -> bool:
         """Report a step to the policy of the tier in memory; return whether to save it there alone.
 
-        Called once after every step, after :meth:`_is_due`, which returned ``due``.
+        Called once after every step. ``due`` is "disk" if :meth:`_is_due` chose the step before, and else None.
         """
         policy, core = self._in_memory, self.core
         if policy is None or not core.saves_in_memory:
@@ -388,7 +389,7 @@ class TrainingRun(TrainingHooks):
         return False
 
     def _report(self, this: TrainingStep, policy: Policy, tier: Tier) -> StepReport:
-        """Report the new checkpoints of a tier to its policy, and return the report on the step for that."""
+        """Report newly durable checkpoints of a tier to its policy; return the report on the step for that policy."""
         now, in_flight = time.monotonic(), self.core.in_flight
         stall, in_memory = self.core.stream.totals.stall_seconds, in_flight.memory_stall
         for saved in in_flight.take_reports(tier):
@@ -404,9 +405,10 @@ class TrainingRun(TrainingHooks):
         )
 
     def _sets_metric(self, this: TrainingStep, metric: str) -> bool:
-        """Return whether to save a step for its metric (``Keep(best=...)``), which the policy may never choose.
+        """Return whether to save a step because it sets ``metric`` (``Keep(best=...)``), whatever the policy says.
 
-        Called once after every step. A number that every step sets, such as the training loss, triggers no saves.
+        Called once after every step. After 16 steps in a row that set it (as all set a training loss), none is saved
+        for that.
         """
         if this.metadata.get(metric) is None:
             self._with_metric = 0
@@ -421,7 +423,7 @@ class TrainingRun(TrainingHooks):
         return self._with_metric <= _EVERY_STEP
 
     def _warn_of_state_dicts(self, this: TrainingStep) -> None:
-        """Warn, and do not refuse: a dict that is made anew inside each step is saved as it should be, for ``load``."""
+        """Warn if the state has the ``state_dict()`` of a live object: it is out of date unless made anew each step."""
         text = (
             "%s the state_dict() of a live %s: unless it is made anew inside each step, what it held when it was made "
             "is saved every time, and restore() refuses it; put the %s itself there"
@@ -430,7 +432,7 @@ class TrainingRun(TrainingHooks):
             write("state_dict", text, where, owner, owner, step=this.step, store=self.core.path)
 
     def _warn_of_absent(self, state: Mapping[str, Any]) -> None:
-        """Warn, once, of what the training uses and the state lacks, if no object in it may hold that unseen."""
+        """Warn, once, of optimizers, schedulers, loaders and generators that training uses and the state lacks."""
         if self._looked_for_absent:
             return
         self._looked_for_absent = True
@@ -497,9 +499,9 @@ class TrainingRun(TrainingHooks):
             write("not_in_state", text, store=self.core.path)
 
     def _look_at_stranger(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Warn of an unattached optimizer that trains a model in the state, and that nothing there may hold.
+        """Warn of an unattached optimizer that trains a model in the state, and is not in the state.
 
-        Called in its step. Returns False outside step contexts, where it does nothing.
+        Called in the optimizer's step. Returns whether it looked: outside of step contexts it does nothing.
         """
         if not (inside := list(self._inside.values())):
             return False
@@ -521,7 +523,7 @@ class TrainingRun(TrainingHooks):
         write("not_in_state", text, with_article(kind), use, first, name, name, store=self.core.path)
 
     def _waited_too_long(self, this: TrainingStep, now: float) -> bool:
-        """Count a context at whose end a checkpoint waits for that of a window; return whether it waits no longer."""
+        """Count a context that postpones a checkpoint to a window's end; return whether to take it now all the same."""
         if not self._postponed:
             self._postponed_since = now
         self._postponed += 1
@@ -539,7 +541,7 @@ class TrainingRun(TrainingHooks):
         return True
 
     def _say(self, tier: Tier, policy: Policy) -> Decision:
-        """Return the policy's decision; log it where it is another than before."""
+        """Return the policy's decision; log it if it differs from the one before."""
         decision = policy.decision()
         said = decision.interval, decision.reason  # the seconds follow every step that is measured
         if said != self._said.get(tier):
@@ -551,7 +553,7 @@ class TrainingRun(TrainingHooks):
     # -- leaving the engine's context
 
     async def leave(self, caller: Caller, *, well: bool) -> None:
-        """Save the last finished step if no checkpoint holds it, unless an error ends the context; then close."""
+        """Save the last finished step if no checkpoint holds it (after an error: only if preempted), then close."""
         core = self.core
         try:
             if well or self.stopping:
@@ -602,7 +604,7 @@ class TrainingRun(TrainingHooks):
         write("last_not_saved", text, last.step, there, why, step=last.step, store=core.path)
 
     async def _is_saved(self, caller: Caller, counter: int, step: int) -> bool:
-        """Return whether a checkpoint after ``counter`` holds a step or a later one, after waiting for its end."""
+        """Wait for the newest checkpoint; return whether it is after ``counter``, of ``step`` or later, and whole."""
         newest = self.core.in_flight.newest
         if newest is None or newest.counter <= counter or newest.step < step:
             return False
@@ -610,13 +612,13 @@ class TrainingRun(TrainingHooks):
         return not newest.failed
 
     def _what_changed(self, this: TrainingStep, *, well: bool) -> str:
-        """Return why the state is not that of the end of this step any more; empty if it is, by all that can be seen.
+        """Return why the state may no longer be that of the end of this step; "" if no change is seen.
 
         Args:
             this: The step.
-            well: No error ends the run. An error may come out of an evaluation with other weights in the parameters'
-                memory, put there in any way. Without one, code that may have only read the memory (to write a file,
-                say) counts as a reader.
+            well: Whether no error ends the run. After an error, any code that reached the parameters' memory may have
+                put other weights there (for an evaluation). Without one, code that may have only read the memory (to
+                write a file, say) is taken to have only read it.
         """
         if this.mark is None or not self._accumulation.is_at(this.mark):
             return (
@@ -632,26 +634,26 @@ class TrainingRun(TrainingHooks):
 
 
 def _seen(state: Mapping[str, Any]) -> list[Any] | None:
-    """Return the containers and objects of a state; None if one of them may hold others unseen."""
+    """Return the containers and objects in a state; None if one of them may contain others unseen."""
     values = [value for _, value in containers_and_objects(state)]
     return values if all(isinstance(each, _HOLD_NOTHING) for each in values if is_stateful(each)) else None
 
 
 def _parameters(values: list[Any]) -> set[int]:
-    """Return the identities of the parameters of models, and of what lies beside them; none without a model."""
+    """Return the ``id`` of all parameters of models, and of all items of containers; none without a model."""
     models = [each for each in values if isinstance(each, torch.nn.Module)]
     beside = {*map(id, _items(values))}
     return {id(parameter) for model in models for parameter in model.parameters()} | (beside if models else set())
 
 
 def _items(values: list[Any]) -> list[Any]:
-    """Return the items of the containers among the values of a state, which may be of any class."""
+    """Return the items of the containers among the values of a state."""
     holding = [each for each in values if isinstance(each, Mapping | list | tuple)]
     return [item for each in holding for item in (each.values() if isinstance(each, Mapping) else each)]
 
 
 def _may_hold_position(state: Mapping[str, Any]) -> bool:
-    """Whether a state may have the position in the data: in an object, or under a key that a user's loop reads."""
+    """Return whether a state may contain the position in the data: in an object, or under a key that looks so."""
     values = _seen(state)
     if values is None or any(isinstance(each, ResumableLoader | ResumableSampler) for each in values):
         return True
@@ -659,7 +661,7 @@ def _may_hold_position(state: Mapping[str, Any]) -> bool:
 
 
 def _draws(values: list[Any]) -> str:
-    """Return the class of a module that draws random numbers in training; empty if none is seen, or an RNGState is."""
+    """Return the class of a module that draws random numbers in training; "" without one, or with an RNGState."""
     if any(isinstance(each, RNGState) for each in values):
         return ""
     modules = (module for model in values if isinstance(model, torch.nn.Module) for module in model.modules())
@@ -669,13 +671,13 @@ def _draws(values: list[Any]) -> str:
 
 
 def _trains_others(parameters: set[int], optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer trains none of these parameters, of which there are some."""
+    """Return whether both have parameters, and the optimizer trains none of these (given by ``id``)."""
     theirs = parameters_of(optimizer) if hasattr(optimizer, "param_groups") else []  # odd ones have none
     return bool(parameters and theirs) and parameters.isdisjoint(map(id, theirs))
 
 
 def _foreign(values: list[Any], optimizer: torch.optim.Optimizer) -> int:
-    """Return how many parameters of an optimizer are to be trained, and seem to be nowhere in a state with a model."""
+    """Return how many trainable parameters of an optimizer seem to be nowhere in the state; 0 without a model there."""
     there = _parameters(values)
     if not there or not hasattr(optimizer, "param_groups"):  # odd ones have none
         return 0
@@ -728,12 +730,12 @@ class _Context:
         return self._checkpoint(this.state, step=this.step, metadata=this.stored_metadata, overlap=overlap, tier=tier)
 
     def _is_last(self) -> bool:
-        """Whether a signal requested the end of the process, and it may end after this step."""
+        """Return whether a signal requested the end of the process, and it may end after this step."""
         return self._training.stopping and (self._this.whole or self._this.inside_window)
 
 
 class StepContext(_Context):
-    """The result of ``SyncCheckpointEngine.step``."""
+    """The context manager that ``SyncCheckpointEngine.step`` returns."""
 
     _statement = "with"
 
@@ -756,7 +758,7 @@ class StepContext(_Context):
 
 
 class AsyncStepContext(_Context):
-    """The result of ``CheckpointEngine.step``."""
+    """The async context manager that ``CheckpointEngine.step`` returns."""
 
     _statement = "async with"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure a disk and choose settings: checkpoints in flight, writers, bytes of a chunk, staging memory.
+"""Measures a disk and chooses settings: checkpoints in flight, writers, bytes of a chunk, staging memory.
 
 It may import: training and the rooms below.
 """

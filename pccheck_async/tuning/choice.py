@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of N, p and b, from measured times and the machine's limits; nothing is measured here.
+"""Chooses N (checkpoints in flight), p (writers) and b (bytes of a chunk) from measured times and the machine's limits.
 
-PCcheck, section 3.4: with N checkpoints in flight, each of which takes Tw(N) to become durable, one is durable every
-Tw(N)/N. The smallest N that brings this within the noise of the best is enough; of the smallest N the smallest p, of
-these the smallest b.
+PCcheck, section 3.4: with N checkpoints in flight, each of which is durable after Tw(N) seconds, one becomes durable
+every Tw(N)/N seconds. The smallest N for which this is within the noise of the best is chosen; then, for this N, the
+smallest p, and for this N and p the smallest b.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = [
 ]  # fmt: skip
 
 LEAST_BUFFERS = 2
-"""Chunks of staging memory without which copying and writing cannot overlap."""
+"""Least chunks of staging memory with which copying and writing can overlap."""
 
 _LEAST_NOISE = 0.03
 _TINY = 1e-4
@@ -34,7 +34,7 @@ _SWEEPS = 40
 
 @dataclass(frozen=True, slots=True, order=True)
 class Point:
-    """One way to run the engine; the smaller point needs less.
+    """A combination of settings of the engine; a smaller point needs fewer resources.
 
     Attributes:
         max_in_flight: Checkpoints in flight (N).
@@ -49,13 +49,13 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The resources to use.
+    """The resources that an engine may use.
 
     Attributes:
-        storage_bytes: For slots: free space, and the bytes of the store's slots.
+        storage_bytes: Bytes for slots: the free space, and the store's present slots.
         host_memory: Most staging memory in bytes.
         cores: Cores this process may use.
-        keep_last: Committed checkpoints that are kept, by any rules.
+        keep_last: Number of committed checkpoints that are kept, by all rules of retention together.
         stream_cpu: Share of a core that one running write takes. PCcheck's writers copy into persistent memory and
             need a core each (1.0: then the rule is its N p <= cores); writers that wait for a device need less.
     """
@@ -68,7 +68,7 @@ class Limits:
 
 
 class Choice(NamedTuple):
-    """The point to run with, Tw there, its staging memory in bytes, and one sentence for each setting by its name."""
+    """The chosen point, its Tw in seconds, its staging memory in bytes, and a reason for each setting by its name."""
 
     point: Point
     seconds: float
@@ -77,14 +77,14 @@ class Choice(NamedTuple):
 
 
 class FittedTimes(NamedTuple):
-    """Times of points, freed from the drift of the machine."""
+    """Times of points, corrected for the changing speed of the machine."""
 
     seconds: Mapping[Point, float]  # Tw
     noise: float  # by how much (relative) two may differ by chance; infinite where nothing was measured twice
 
 
 def shortages(point: Point, limits: Limits, nbytes: int) -> dict[str, str]:
-    """Return the constraints that ``point`` violates for checkpoints of ``nbytes``: their names, each with a remedy.
+    """Return the constraints that ``point`` violates for checkpoints of ``nbytes``, by name, each with what to do.
 
     The constraints are PCcheck's: (N + keep_last) m <= storage, staging memory <= budget, and p u <= cores, where u is
     the share of a core that one running write takes (:class:`Limits`).
@@ -115,16 +115,17 @@ def shortages(point: Point, limits: Limits, nbytes: int) -> dict[str, str]:
 
 
 def choose(table: Mapping[Point, float], limits: Limits, nbytes: int, noise: float) -> Choice:
-    """Choose the least of the points within :class:`Limits` whose Tw(N)/N is within the noise of the best.
+    """Return the smallest of the points within ``limits`` whose Tw(N)/N is within the noise of the best.
 
     Args:
-        table: Tw in seconds by point.
-        limits: The resources to use.
+        table: Tw in seconds, by point.
+        limits: The resources that may be used.
         nbytes: Size of a checkpoint (m).
         noise: Relative difference that is ignored.
 
     Raises:
-        InfeasibleError: no point is allowed; names the constraint.
+        InfeasibleError: no point is within the limits; names the constraints that are violated.
+        ValueError: ``table`` is empty.
     """
     if not table:
         raise ValueError("there is nothing to choose from")
@@ -149,8 +150,8 @@ def staging_bytes(nbytes: int, point: Point, budget: int) -> int:
     """Return how much staging memory to use: whole chunks, at least two of them, at most ``budget`` bytes.
 
     A capture runs at memory speed while there are free buffers. With N in flight and captures evenly spaced, the N - 1
-    older checkpoints have half of their bytes left to write on average, so (N + 1)/2 states are enough. More than
-    the budget is never used: then a capture goes at the storage's speed once the buffers are full.
+    older checkpoints have half of their bytes left to write on average, so memory for (N + 1)/2 states is enough. If
+    the budget is less, a capture continues at the storage's speed once the buffers are full.
     """
     wanted = align(-(-nbytes * (point.max_in_flight + 1) // 2), point.chunk_bytes)
     most = budget // point.chunk_bytes * point.chunk_bytes
@@ -160,13 +161,13 @@ def staging_bytes(nbytes: int, point: Point, budget: int) -> int:
 def fit_rounds(rounds: Sequence[Mapping[Point, float]]) -> FittedTimes:
     """Separate the times of the points from the changing speed of the machine.
 
-    A round measures some points one after the other, so that a slow phase of a shared machine affects all of them:
-    each time is taken to be the point's own, times a factor of its round. Both are fitted so that the absolute
-    deviations (of logarithms) are least, which a few stray measurements do not move. Rounds that share points are made
-    comparable by them.
+    A round measures some points one after the other, so that a slow phase of a shared machine affects all of them.
+    Each measurement is modelled as the point's time multiplied by a factor of its round. Both are fitted with least
+    absolute deviations of logarithms, on which a few outliers have no effect. Points that several rounds share make
+    these rounds comparable.
 
     Args:
-        rounds: Of each round the seconds by point.
+        rounds: For each round the measured seconds by point.
     """
     points = sorted({point for measured in rounds for point in measured})
     observed = [(r, points.index(point), seconds) for r, ms in enumerate(rounds) for point, seconds in ms.items()]
@@ -203,7 +204,7 @@ def _memory_reason(nbytes: int, point: Point, host_memory: int, limits: Limits) 
 
 
 def _infeasible(table: Mapping[Point, float], limits: Limits, nbytes: int) -> InfeasibleError:
-    """Name the constraints that no point satisfies; if each alone can be met, those that the least point violates."""
+    """Return the error with the constraints that every point violates; without any, those of the smallest point."""
     found = {point: shortages(point, limits, nbytes) for point in table}
     always = set.intersection(*(set(lacks) for lacks in found.values()))
     named = {name: text for name, text in found[min(table)].items() if name in always or not always}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trials for the tuner in a folder of theirs: the speed of the storage, and that of a real engine at one point."""
+"""Measurements of the tuner, in a folder of their own: the storage's speed, and a real engine's at one point."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ _DISK_FILE = "disk"
 _RANDOM_WORDS = 1 << 20
 _BLOCK_WORDS = 4096 // 8
 _LEAST_SECONDS = 0.05
-"""A trial saves until this has passed: small checkpoints are many."""
+"""Least seconds of a trial, if ``_MOST_SAVES`` allow it: small checkpoints are saved many times."""
 _MOST_SAVES = 64
 
 
 class Disk(NamedTuple):
-    """The speed of the storage without an engine."""
+    """The speed of the storage, measured without an engine."""
 
     bandwidth: float  # bytes per second that are written over earlier ones, and flushed
     stream_cpu: float  # share of a core that one running write takes
 
 
 class Trial(NamedTuple):
-    """Seconds of a save: until it is durable, times N (Tw); and until captured, nothing else in flight."""
+    """The result of a trial: Tw in seconds (time per save, multiplied by N), and the seconds of a single capture."""
 
     durable: float
     captured: float
 
 
 class TrialSample:
-    """A state of ``nbytes`` random bytes, so that no layer below compresses them, which changes from save to save."""
+    """A state of ``nbytes`` random bytes, which no storage can compress, to be changed before each save."""
 
     def __init__(self, nbytes: int) -> None:
         random = np.random.default_rng().integers(-(1 << 63), 1 << 63, _RANDOM_WORDS, np.int64)
@@ -64,14 +64,14 @@ class TrialSample:
         self.state = {"sample": self._words}
 
     def change(self) -> None:
-        """Change every block, so that no layer below finds one again."""
+        """Change every block of 4096 bytes, so that no storage can deduplicate them."""
         self._words[::_BLOCK_WORDS] += 1 << 32
 
 
 async def try_disk(folder: Path, io: IO, *, nbytes: int, seconds: float) -> Disk:
-    """Write a file of at most ``nbytes`` for ``seconds``, and then over it for as long.
+    """Return the speed of writing over a file: write one of at most ``nbytes`` for ``seconds``, then over it as long.
 
-    CPU time is that of the whole process: nothing else in it should compute meanwhile.
+    The CPU time is that of the whole process, in which nothing else should compute meanwhile.
     """
     opened = await open_medium(folder, io, writers=_DISK_STREAMS, copiers=1)
     try:
@@ -92,7 +92,7 @@ async def try_disk(folder: Path, io: IO, *, nbytes: int, seconds: float) -> Disk
 
 
 async def _write(medium: Medium, file: File, data: memoryview, chunks: int, seconds: float, *, once: bool) -> int:
-    """Write chunk after chunk, over and over or ``once``, for ``seconds``; flush; return how many."""
+    """Write chunk after chunk for ``seconds``, the file again and again or ``once``; flush; return their number."""
     end = time.perf_counter() + seconds
     written = 0
 
@@ -110,9 +110,9 @@ async def _write(medium: Medium, file: File, data: memoryview, chunks: int, seco
 
 
 async def run_trial(folder: Path, io: IO, point: Point, sample: TrialSample, host_memory: int) -> Trial:
-    """Save the sample back to back with an engine at ``point``, with at most ``host_memory`` bytes of staging memory.
+    """Save the sample without a pause with an engine at ``point`` and at most ``host_memory`` bytes of staging memory.
 
-    The store in ``folder`` is created the first time; its slots are written once before it is timed.
+    The store in ``folder`` is created the first time. Its slots are written once before the measurement.
     """
     config = EngineConfig(
         max_in_flight=point.max_in_flight,
@@ -139,7 +139,7 @@ async def run_trial(folder: Path, io: IO, point: Point, sample: TrialSample, hos
 
 
 def saves_of_trial(point: Point) -> int:
-    """Return how many saves a trial takes at least."""
+    """Return the least number of saves of a trial at ``point``."""
     return 1 + _turns(point) * point.max_in_flight
 
 
@@ -161,9 +161,9 @@ async def _engine(folder: Path, config: EngineConfig) -> AsyncIterator[EngineCor
 
 
 async def _save(core: EngineCore, sample: TrialSample, count: int) -> Trial:
-    """Save ``count`` times, as fast as the engine takes them.
+    """Save ``count`` times, as fast as the engine admits checkpoints.
 
-    Where N are in flight a capture waits for one to end, so N are in flight but for the first and the last moments.
+    With N in flight a capture waits until one has ended, so N are in flight except at the beginning and the end.
 
     Returns:
         Seconds until all are durable, and until the first is captured.
@@ -184,13 +184,13 @@ async def _save(core: EngineCore, sample: TrialSample, count: int) -> Trial:
 
 @contextmanager
 def scratch_folder(folder: Path) -> Iterator[Path]:
-    """Yield a new folder inside ``folder``; afterwards it is gone, and so are the parents that were made for it.
+    """Yield a new folder inside ``folder``, and afterwards remove it, and the parents that were created for it.
 
-    Also at the interpreter's exit; leftovers of a killed process are removed by the next one.
+    The interpreter's exit removes it, too. Folders that a killed process left are removed by the next call.
 
     Raises:
         StoreLockedError: another process has a scratch folder there.
-        WriteError: it cannot be made.
+        WriteError: the folder cannot be created.
     """
     missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     try:
@@ -211,7 +211,7 @@ def scratch_folder(folder: Path) -> Iterator[Path]:
 
 
 def _lock(fd: int, folder: Path) -> None:
-    """Lock ``folder`` against other tunings, and remove the leftovers of one that was killed."""
+    """Lock ``folder`` against other tunings, and remove scratch folders that a killed one left there."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

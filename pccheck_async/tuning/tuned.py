@@ -23,9 +23,9 @@ from pccheck_async.tuning.choice import Point
 __all__ = ["TUNING_NAME", "Measurement", "TunedSettings", "Tuning", "check_target", "read_tuning"]
 
 TUNING_NAME = "tuning.json"
-"""Name of the file where only its folder is given."""
+"""Name of the file of settings if only its folder is given."""
 _OPTIONS: Final = ("writers", "chunk_bytes", "host_memory")
-"""Of the storage."""
+"""The tuned fields of StorageOptions."""
 
 
 class TunedSettings(TypedDict):
@@ -33,7 +33,7 @@ class TunedSettings(TypedDict):
 
     max_in_flight: int
     storage: StorageOptions
-    """With ``writers``, ``chunk_bytes`` and ``host_memory``."""
+    """Options with ``writers``, ``chunk_bytes`` and ``host_memory``; the others have their defaults."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,11 @@ class Measurement:
     """The measured times of one point.
 
     Attributes:
-        point: Checkpoints in flight, writers, bytes of a chunk.
-        seconds: Time of one checkpoint to become durable with that many in flight (Tw), for ``Tuning.nbytes``.
+        point: The settings: checkpoints in flight, writers, bytes of a chunk.
+        seconds: Seconds until one checkpoint is durable with that many in flight (Tw), for ``Tuning.nbytes``.
         bandwidth: Bytes per second that become durable.
         capture_bandwidth: Bytes per second of a capture while nothing else is in flight.
-        repetitions: How often it was measured.
+        repetitions: Number of trials at this point.
     """
 
     point: Point
@@ -60,20 +60,20 @@ class Tuning:
     """The outcome of a tuning.
 
     Attributes:
-        settings: For ``CheckpointEngine(path, **tuning.settings)``; further options of the storage are added by
-            ``dataclasses.replace(tuning.settings["storage"], gpu_capture="stream")``.
-        reasons: One sentence for each setting.
-        measurements: All that was measured, the least point first.
-        nbytes: Size of a checkpoint that the settings are for.
-        sample_nbytes: Size of the checkpoints that were measured; times are scaled from it to ``nbytes``.
-        noise: Relative difference of two measurements that means nothing.
-        bandwidth: Of the storage, bytes per second: the most that was seen.
+        settings: Keyword arguments for ``CheckpointEngine(path, **tuning.settings)``; add further options of the
+            storage with ``dataclasses.replace(tuning.settings["storage"], gpu_capture="stream")``.
+        reasons: One sentence for each setting, by its name.
+        measurements: All measurements, the smallest point first.
+        nbytes: Size in bytes of a checkpoint that the settings are for.
+        sample_nbytes: Size of the largest sample that was measured; times are scaled from samples to ``nbytes``.
+        noise: Relative difference of two measurements that may be due to chance.
+        bandwidth: Highest measured bandwidth of the storage, bytes per second.
         stream_cpu: Share of a core that one running write took.
         cores: Cores that this process could use.
-        seconds: Time the tuning took.
-        checkpoint_seconds: Time between checkpoints that the settings can sustain, Tw(N)/N.
-        interval: With a step time: the fewest steps between checkpoints that the settings sustain (f*), else None.
-        interval_floor: With a step time: the fewest that any scheme sustains on this storage (f_min), else None.
+        seconds: Seconds that the tuning took.
+        checkpoint_seconds: Least seconds between checkpoints that the settings can sustain, Tw(N)/N.
+        interval: Fewest steps between checkpoints that the settings can sustain (f*); None without a step time.
+        interval_floor: Fewest steps that this storage allows any method (f_min); None without a step time.
     """
 
     settings: TunedSettings
@@ -92,7 +92,7 @@ class Tuning:
 
     @property
     def numbers(self) -> dict[str, int]:
-        """The settings by the names that :attr:`reasons` has."""
+        """The values of the settings, by the same names as in :attr:`reasons`."""
         storage = self.settings["storage"]
         return {"max_in_flight": self.settings["max_in_flight"]} | {name: getattr(storage, name) for name in _OPTIONS}
 
@@ -101,13 +101,13 @@ class Tuning:
 
         Args:
             path: A folder, such as the store's, for a file ``tuning.json`` in it; or a file that ends in ``.json``.
-                Folders that are missing are made.
+                Missing folders are created.
 
         Durability: the file is there as a whole or not at all, and survives power loss once this returns.
 
         Raises:
-            InvalidTuningError: there is another file of that name, which is not replaced.
-            WriteError: it could not be written; a file that was there is untouched.
+            InvalidTuningError: there is a file of that name that no tuning wrote; it is not replaced.
+            WriteError: the file could not be written; an older one is unchanged.
         """
         check_target(path)
         settings = _Settings(**self.numbers)
@@ -123,15 +123,15 @@ class Tuning:
 def read_tuning(path: str | os.PathLike[str]) -> TunedSettings:
     """Return the settings that :meth:`Tuning.write` wrote, for ``CheckpointEngine(store, **read_tuning(path))``.
 
-    Warns (RuntimeWarning) if they were measured with another number of cores: they work, but tune again.
+    Warns (RuntimeWarning) if they were measured with another number of cores: they work, but should be tuned again.
 
     Args:
         path: The path that :meth:`Tuning.write` was given.
 
     Raises:
-        FileNotFoundError: there is none.
-        ReadError: it cannot be read.
-        InvalidTuningError: it is damaged, or from another version.
+        FileNotFoundError: there is no such file.
+        ReadError: the file cannot be read.
+        InvalidTuningError: the file is damaged, or from another version.
     """
     source = _file(path)
     try:
@@ -175,7 +175,7 @@ class _Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class _Stored(msgspec.Struct, frozen=True, kw_only=True):
-    """The file: the settings, the machine they are for, and, for people, the measurements behind them."""
+    """The contents of the file: the settings, the number of cores, and (for people) the main measurements."""
 
     version: Literal[1]
     settings: _Settings

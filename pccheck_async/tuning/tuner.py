@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tuner: measures the engine itself on the storage it is for, and picks N, p, b and the staging memory.
+"""The tuner: measures real engines on the storage, and chooses N, p, b (see :mod:`.choice`) and the staging memory.
 
-Every point is measured by a real engine on a store of its own, in a folder that is gone afterwards: a sample state that
-changes between saves is checkpointed back to back, so that N are always in flight, and Tw(N) is N times the time of
-one save. Not all combinations are measured, but three lines: N with enough writers, then p at the best N, then b;
-each goes on while more is better. The points of a line take turns in rounds, so that a machine whose speed drifts does
-not decide (:func:`pccheck_async.tuning.choice.fit_rounds`).
+Every point is measured by an engine on a store of its own, in a folder that is removed afterwards: a sample state that
+changes between saves is checkpointed without a pause, so that N are always in flight, and Tw(N) is N times the time per
+save. Not all combinations are measured, but three lines of points: first N with enough writers, then p at the best N,
+then b. Each line is continued while larger values are better. The points of a line take turns in rounds, so that
+changes of the machine's speed do not decide (:func:`pccheck_async.tuning.choice.fit_rounds`).
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from pccheck_async.tuning.tuned import Measurement, Tuning
 __all__ = ["Progress", "checkpoint_bytes", "tune"]
 
 Progress = Callable[[float, str], None]
-"""Called with the part done (0 to 1) and the name of the present measurement, on a thread of the tuner."""
+"""A function that is called with the part done (0 to 1) and the name of the present measurement, on another thread."""
 
 _MIB = 1 << 20
 _MANIFEST_BYTES = _MIB
-"""Most bytes of a checkpoint beside the tensors."""
+"""Most bytes of a checkpoint in addition to its tensors."""
 
 _WRITERS = 4
 _CHUNK_BYTES = 8 * _MIB
 _CHUNK_SECONDS = 0.02
-"""First guess of b: at most this, and at most the bytes that the device writes in this time."""
+"""First value of b: at most these bytes, and at most the bytes that the device writes in these seconds."""
 _LEAST_CHUNK_BYTES = _MIB // 4
 _MOST = Point(max_in_flight=8, writers=64, chunk_bytes=64 * _MIB)
 
@@ -55,16 +55,16 @@ _PLANNED_ROUNDS = 4
 _MOST_ROUNDS = 16
 _GOOD_NOISE = 0.04
 _LEAST_TOLERANCE, _MOST_TOLERANCE = 0.05, 0.1
-"""Tolerated slowness of a smaller setting: less does not pay for a slot, more is not given away to noise."""
+"""Bounds of the relative slowness that is tolerated for a smaller setting; in between, it is the measured noise."""
 
 _LEAST_SAMPLE_BYTES = 2 * _MIB
 _LEAST_CHUNKS = 4
-"""Of a sample: fewer cannot be copied and written at the same time."""
+"""Least chunks of a sample: fewer cannot be copied and written at the same time."""
 _STORAGE_SHARE = 64
-"""The stores of a tuning have at most 19 slots (N of 1, 2, 4 and 8, and one more each): a slot is this part of the free
-space, so that most of it stays free."""
+"""Divisor of the free space for the largest sample. The stores of a tuning have at most 19 slots of that size (N of 1,
+2, 4 and 8, and one more each), so that most of the space stays free."""
 _MEMORY_SHARE = 16
-"""A sample is this part of the memory; with 8 in flight, 4.5 times as much is staging memory."""
+"""Divisor of the memory for the largest sample; with 8 in flight, 4.5 times as much is staging memory."""
 _DISK_BYTES = 256 * _MIB
 _DISK_SECONDS = 0.3
 
@@ -80,14 +80,15 @@ async def tune(
 ) -> Tuning:
     """Measure the storage under ``path`` and return the settings for checkpoints of ``nbytes`` there.
 
-    Needs no engine and touches no store: arguments and errors are those of
-    :meth:`pccheck_async.CheckpointEngine.tune`. The folder ``path`` need not exist, and then does not exist afterwards.
-    Of ``config`` count ``keep_last``, ``keep``, and of ``storage`` ``host_memory`` (the budget) and ``io``, which is no
-    writer: that has one folder.
-    Of a large checkpoint a sample is measured and the times are scaled. It computes, so it has a loop of its own
-    (:class:`pccheck_async.engine.EngineLoop`), on whose thread ``progress`` is called.
+    Needs no engine and changes no store: arguments and errors are those of
+    :meth:`pccheck_async.CheckpointEngine.tune`. If the folder ``path`` does not exist, it is created for the time of
+    the tuning. Fields of ``config`` that are used: ``keep_last``, ``keep``, ``storage.host_memory`` (the budget) and
+    ``storage.io`` (a name or a function; a single Medium is refused, because it has one folder). For a large checkpoint
+    a smaller sample is measured and the times are scaled. Run it on an event loop of its own
+    (:class:`pccheck_async.engine.EngineLoop`), because it computes; ``progress`` is called on the thread of that loop.
 
-    Cancellation: ends once every operation ended and the folder is gone; after a SIGKILL the next tuning removes it.
+    Cancellation: ends once every operation ended and the folder of the samples is removed. (After a SIGKILL the next
+    tuning removes it.)
     """
     began = time.perf_counter()
     config = config or EngineConfig()
@@ -145,7 +146,7 @@ async def tune(
 
 
 def checkpoint_bytes(core: EngineCore, state: Mapping[str, Any] | None, nbytes: int | None) -> int:
-    """Return the size to tune an engine for: ``nbytes``, or that of ``state``, or of the newest checkpoint."""
+    """Return ``nbytes``, or else the size of ``state``, or else of the newest checkpoint (NoCheckpointError)."""
     if nbytes is not None:
         if state is not None:
             raise ValueError("give state or nbytes, not both")
@@ -159,7 +160,7 @@ def checkpoint_bytes(core: EngineCore, state: Mapping[str, Any] | None, nbytes: 
 
 @dataclass
 class _Search:
-    """The search for max_in_flight, then writers, then chunk_bytes: each is raised while more is better."""
+    """The search for max_in_flight, then writers, then chunk_bytes: each is doubled while that is faster."""
 
     space: Path
     io: IO
@@ -177,7 +178,7 @@ class _Search:
     sample_nbytes: int = 0
 
     async def run(self) -> Choice:
-        """Measure the lines and choose."""
+        """Measure the three lines, and return the choice."""
         most_chunk = max(_LEAST_CHUNK_BYTES, self.most_sample // _LEAST_CHUNKS)
         chunk = _chunk_bytes(min(_CHUNK_BYTES, int(self.bandwidth * _CHUNK_SECONDS), most_chunk), self.limits)
         least_chunk = min(chunk, _LEAST_CHUNK_BYTES)
@@ -194,7 +195,7 @@ class _Search:
         return choice._replace(reasons=reasons)
 
     def measurements(self) -> tuple[Measurement, ...]:
-        """Return the measurements, times scaled to the checkpoints that the tuning is for."""
+        """Return the measurements, with times scaled to the size that the tuning is for."""
         trials = [item for measured in self.rounds for item in measured.items()]
         repetitions = Counter(point for point, _ in trials)
         return tuple(
@@ -218,7 +219,7 @@ class _Search:
     async def _line(
         self, name: str, first: int, last: int, at: Callable[[int], Point], most: int | None = None
     ) -> None:
-        """Measure from ``first`` to ``last``, doubling, and beyond while the last is the best of them."""
+        """Measure the points of ``first``, twice that, and so on to ``last``; further while the last is the fastest."""
         most = most or getattr(_MOST, name)
         points: list[Point] = []
         value = first
@@ -242,7 +243,7 @@ class _Search:
         return costs[-1] * (1 + self._tolerance) < min(costs[:-1])
 
     async def _measure(self, name: str, points: Sequence[Point]) -> None:
-        """Measure the points in turns; more often while they are noisy and the line's share of the budget is left."""
+        """Measure the points in rounds: more rounds while times are noisy and the line's share of the budget lasts."""
         line = _LINES.index(name)
         end = self.began + self.seconds * (line + 1) / len(_LINES)
         sample = TrialSample(self._sample_bytes(points))
@@ -266,7 +267,7 @@ class _Search:
         self.bandwidth = max(self.bandwidth, self.nbytes / best)
 
     def _sample_bytes(self, points: Sequence[Point]) -> int:
-        """As much as the storage takes in a quarter of the budget (three lines, and one that goes on)."""
+        """Return the sample size with which the points take a quarter of the budget (three lines, one of them long)."""
         saves = sum(_PLANNED_ROUNDS * saves_of_trial(point) + point.max_in_flight for point in points)
         wanted = int(self.bandwidth * self.seconds / (len(_LINES) + 1) / saves)
         chunks = _LEAST_CHUNKS * max(point.chunk_bytes for point in points)
@@ -274,7 +275,7 @@ class _Search:
 
 
 def _power_of_two(most: int) -> int:
-    """The largest of at most ``most``, at least 1."""
+    """Return the largest power of two up to ``most``, at least 1."""
     return 1 << max(1, most).bit_length() - 1
 
 
@@ -287,7 +288,7 @@ def _storage_bytes(nbytes: int) -> int:
 
 
 def _check_feasible(limits: Limits, nbytes: int, free: int) -> None:
-    """Raise InfeasibleError where not even the least fits, or the tuning itself has no room."""
+    """Raise InfeasibleError if not even the smallest point fits, or there is no space for the tuning itself."""
     least = Point(1, 1, _chunk_bytes(_LEAST_CHUNK_BYTES, limits))
     choose({least: 1.0}, limits, _storage_bytes(nbytes), 0.0)
     needed = _STORAGE_SHARE * min(nbytes, _LEAST_SAMPLE_BYTES)

@@ -6,8 +6,8 @@
     dcp.save(state, checkpoint_id="run/step-10", storage_writer=StorageWriter("run"))
     dcp.load(state, checkpoint_id="run/step-10", storage_reader=StorageReader("run"))
 
-DCP plans, and each rank saves the items of its plan; the commit is the group's (:mod:`pccheck_async.group`).
-Nothing is written for DCP beside that: its ``Metadata`` is made of the manifests of all ranks.
+DCP plans, each rank saves the items of its plan, and the group commits (:mod:`pccheck_async.group`). DCP's ``Metadata``
+is not written, but made from the manifests of all ranks when a checkpoint is loaded.
 """
 
 from pccheck_async.integrations.dcp.reader import StorageReader

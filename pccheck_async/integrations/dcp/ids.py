@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The meaning of a ``checkpoint_id``: checkpoints are not folders here, but steps of one root."""
+"""Conversion of DCP's ``checkpoint_id`` to the name and step of a checkpoint: one root folder has many checkpoints."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ __all__ = ["ID_KEY", "CheckpointID", "is_id", "name_of", "step_of"]
 
 CheckpointID: TypeAlias = "str | os.PathLike[str]"
 ID_KEY: Final = "checkpoint_id"
-"""Of the metadata of a checkpoint that was saved under a name."""
+"""Key in a checkpoint's metadata of the name that it was saved under."""
 _STEP = re.compile(r"[0-9]+\Z")
 
 
 def is_id(checkpoint_id: CheckpointID) -> bool:
-    """Whether it can be one: a path, and no URL."""
+    """Return whether this can be a checkpoint id: a path, and no URL."""
     return "://" not in os.fspath(checkpoint_id)
 
 
 def name_of(checkpoint_id: CheckpointID | None, root: str) -> str | None:
-    """Return the name of a checkpoint: its id relative to the root, or the id where that is one word; None: no name.
+    """Return the name of a checkpoint: its id relative to the root, or the id itself if it has no folder.
 
-    Raises ValueError: the id is a path outside the root.
+    None without an id, or if it is the root. Raises ValueError if the id is a path outside the root.
     """
     if not checkpoint_id:
         return None
@@ -37,6 +37,6 @@ def name_of(checkpoint_id: CheckpointID | None, root: str) -> str | None:
 
 
 def step_of(name: str | None) -> int | None:
-    """Return the step that a name ends with; None if it ends with no number."""
+    """Return the number at the end of a name, as a step; None if there is none."""
     found = None if name is None else _STEP.search(name)
     return None if found is None else int(found[0])

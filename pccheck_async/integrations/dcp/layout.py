@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan of DCP as an app state, and manifests as DCP's metadata.
+"""Conversion of a plan of DCP to an app state, and of manifests to DCP's metadata.
 
 The app state has a tensor under each of DCP's names, and under :data:`OWN` further data of DCP: the bytes that its
 planner made of values that are no tensors, and the planner's data.
@@ -35,7 +35,7 @@ from pccheck_async.state.restore.tree import leaves, mapping_keys, rebuild
 __all__ = ["OWN", "StoredItem", "StoredValue", "metadata_of", "state_of"]
 
 OWN: Final = "torch.distributed.checkpoint"
-"""Key of the app state."""
+"""Key in the app state of DCP's further data."""
 _VERSION: Final = 1
 
 
@@ -43,11 +43,11 @@ def state_of(plan: SavePlan, planner: SavePlanner, *, alone: bool) -> dict[str, 
     """Return the state that a rank saves.
 
     Args:
-        plan: The rank's.
-        planner: Resolves its items.
-        alone: No other rank saves: a whole tensor is a plain one.
+        plan: The plan of this rank.
+        planner: The planner that resolves the plan's items.
+        alone: Whether no other rank saves: tensors that are whole are then saved as plain tensors.
 
-    Raises UnsupportedStateError: the planner gives no data that can be saved; names the item.
+    Raises UnsupportedStateError: the planner gives data that cannot be saved; names the item.
     """
     boxes: dict[str, tuple[tuple[int, ...], list[tuple[tuple[int, ...], torch.Tensor]]]] = {}
     other: dict[str, Any] = {}
@@ -80,7 +80,7 @@ def _bytes(data: object, name: str) -> torch.Tensor:
 
 
 def _box(item: WriteItem, data: object) -> tuple[tuple[int, ...], tuple[int, ...], torch.Tensor]:
-    """Return the shape of the whole tensor, where the item's box begins in it, and the box."""
+    """Return the shape of the whole tensor, the offsets of the item's box in it, and the box."""
     name, plan = item.index.fqn, item.tensor_data
     if not isinstance(data, torch.Tensor) or plan is None:
         raise UnsupportedStateError(f"{name}: the planner gives a {type(data).__qualname__}, and no tensor")
@@ -93,12 +93,12 @@ def _box(item: WriteItem, data: object) -> tuple[tuple[int, ...], tuple[int, ...
 
 @dataclass(frozen=True, slots=True)
 class StoredItem:
-    """Where the elements of an item are.
+    """A stored box of a tensor.
 
     Attributes:
-        path: Of the tensor in the app state.
-        shape: Of the tensor.
-        box: Of the tensor, and where a part has it.
+        path: Path of the tensor in the app state.
+        shape: Shape of the whole tensor.
+        box: The box of the tensor, and its place in a rank's part of the checkpoint.
     """
 
     path: str
@@ -107,29 +107,30 @@ class StoredItem:
 
     @property
     def rank(self) -> int:
-        """The rank whose part has it."""
+        """The rank whose part has the box."""
         return self.box.part
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the elements."""
+        """Data type of the elements."""
         return dtypes.torch_dtype(self.box.entry.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredValue:
-    """A plain value, which the manifest itself has."""
+    """A plain value, which is stored in the manifest itself."""
 
     value: Any
 
 
 def metadata_of(manifests: Mapping[int, Manifest]) -> Metadata:
-    """Return DCP's metadata of a checkpoint, by the manifests of its ranks.
+    """Return DCP's metadata of a checkpoint, made from its ranks' manifests.
 
-    ``storage_data`` has a :class:`StoredItem` for each box, and that or a :class:`StoredValue` for other values.
-    Of a checkpoint of the engine, names are those that DCP would give; of values that each rank has, the lowest rank's.
+    ``storage_data`` has a :class:`StoredItem` for each box, and that or a :class:`StoredValue` for other values. For a
+    checkpoint of an engine, names are those that DCP would give, and of values that each rank has for itself only the
+    lowest rank's are included.
 
-    Raises CorruptStoreError: they describe no state.
+    Raises CorruptStoreError: the manifests describe no state.
     """
     metadata = Metadata({}, planner_data=None, storage_data={})
     for rank, manifest in sorted(manifests.items()):
@@ -151,7 +152,7 @@ class _Part:
         self._manifest = manifest
 
     def add_planned_state(self, metadata: Metadata, own: Node) -> None:
-        """Add the state that DCP saved."""
+        """Add this part of a state that DCP saved to ``metadata``."""
         entries = _entries(own)
         if entries.get("version") != _VERSION or not {"bytes", "planner_data"} <= entries.keys():
             raise CorruptStoreError(f"the part of rank {self._rank} has a form that this version does not know")
@@ -165,7 +166,7 @@ class _Part:
                 _add_value(metadata, name, item)
 
     def add_engine_state(self, metadata: Metadata) -> None:
-        """Add the state that an engine saved, under the names that DCP would give."""
+        """Add this part of a state that an engine saved to ``metadata``, under the names that DCP would give."""
         found: dict[int, tuple[str, Node]] = {}  # by the identity of its stand-in
         at = {node.index if isinstance(node, ArrayNode) else id(node): path for path, node in _arrays(self._manifest)}
 
@@ -222,7 +223,7 @@ class _Part:
 
 
 class _Array:
-    """Stands for a numpy array."""
+    """Stand-in for a numpy array."""
 
 
 def _arrays(manifest: Manifest) -> Iterator[tuple[str, ArrayNode | ShardedNode]]:
@@ -232,7 +233,7 @@ def _arrays(manifest: Manifest) -> Iterator[tuple[str, ArrayNode | ShardedNode]]
 
 
 def _merge_planner_data(metadata: Metadata, data: Any) -> None:
-    """Merge planner data by DCP's rule: of entries that several ranks have, the lowest rank's counts."""
+    """Merge planner data into ``metadata`` by DCP's rule: if several ranks have an entry, the lowest rank's is kept."""
     known = metadata.planner_data
     if isinstance(known, dict) and isinstance(data, dict):
         metadata.planner_data = data | known

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The side that loads."""
+"""The storage reader for ``dcp.load``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = ["StorageReader"]
 
 
 class _Chosen(NamedTuple):
-    """A checkpoint."""
+    """The checkpoint that a rank chose to load."""
 
     key: Key
     step: int
@@ -43,13 +43,13 @@ class _Chosen(NamedTuple):
 class StorageReader(storage.StorageReader):
     """Loads checkpoints with ``dcp.load``, also beside a running writer, into any sharding and number of ranks.
 
-    ``checkpoint_id`` is that of :class:`StorageWriter`: the newest checkpoint that was saved under this name is loaded,
-    or else the newest of the step that the name ends with. Without an id (or with the root) it is the newest one.
-    Every rank reads the manifests of all ranks' parts, so the root lies on a filesystem that all see, and then each
-    chunk with bytes for it once, verifying its checksum.
+    ``checkpoint_id`` is as for :class:`StorageWriter`: the newest checkpoint that was saved under this name is loaded,
+    or else the newest of the step that the name ends with. Without an id (or with the root) the newest one is loaded.
+    Every rank reads the manifests of all ranks' parts, so the root must be on a filesystem that all ranks share. Then
+    each rank reads every chunk that it needs once, and verifies its checksum.
 
     Checkpoints of an engine are read, too: tensors and values have the names that DCP would give them; of values that
-    each rank has, those of rank 0 are there.
+    each rank has for itself, only those of rank 0 can be loaded.
 
     Args:
         root: Folder of the checkpoints, or the URL of a bucket.
@@ -64,11 +64,11 @@ class StorageReader(storage.StorageReader):
 
     @property
     def checkpoint_id(self) -> str:
-        """The path that names the checkpoint; the root where it has no name."""
+        """The path that names the checkpoint; the root if no name was given."""
         return self._root if self._name is None else os.path.join(self._root, self._name)
 
     def reset(self, checkpoint_id: CheckpointID | None = None) -> None:
-        """Name the next checkpoint to load. Raises ValueError: the id is outside the root."""
+        """Set the name of the next checkpoint to load. Raises ValueError if the id is outside the root."""
         self._name = name_of(checkpoint_id, self._root)
         self._chosen = None
 
@@ -76,7 +76,7 @@ class StorageReader(storage.StorageReader):
         """Choose the checkpoint, and return DCP's metadata of it.
 
         Raises:
-            NoCheckpointError: there is none, or not the one that is named.
+            NoCheckpointError: there is no checkpoint, or none of this name.
             IncompleteCheckpointError: the parts of some ranks are not in this folder.
             CorruptStoreError, ReadError: a record or a manifest cannot be read.
         """
@@ -88,26 +88,26 @@ class StorageReader(storage.StorageReader):
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Take over where things are."""
+        """Store the metadata's places of tensors and values."""
         self._stored = metadata.storage_data
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan with the checkpoint that this rank chose."""
+        """Return the plan with the checkpoint that this rank chose as ``storage_data``."""
         assert self._chosen is not None
         return replace(plan, storage_data=self._chosen)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Compare the ranks' choices. Raises GroupError: a checkpoint was committed meanwhile."""
+        """Return the plans; raise GroupError if ranks chose other checkpoints, as one was committed meanwhile."""
         if len({plan.storage_data for plan in plans}) > 1:
             steps = ", ".join(str(plan.storage_data.step) for plan in plans)
             raise GroupError(f"the ranks chose checkpoints of steps {steps}: one was committed meanwhile; load again")
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the items of the plan, in place; values that are no tensors come last.
+        """Read the items of the plan, tensors in place; values that are no tensors come last.
 
         Raises:
-            DamagedError: a chunk is damaged, or the checkpoint is gone by now. Tensors may have parts of it then.
+            DamagedError: a chunk is damaged, or the checkpoint was dropped meanwhile. Some tensors may be overwritten.
             ReadError: the device failed.
         """
         assert self._chosen is not None
@@ -118,12 +118,12 @@ class StorageReader(storage.StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: CheckpointID) -> bool:
-        """Return whether it can be an id: a path, and no URL."""
+        """Return whether this can be a checkpoint id: a path, and no URL."""
         return is_id(checkpoint_id)
 
 
 async def _choose(root: str, name: str | None) -> tuple[_Chosen, dict[int, Manifest]]:
-    """Return the checkpoint of a name, and the manifests of its parts."""
+    """Return the checkpoint of a name (None: the newest), and the manifests of its parts by rank."""
     async with await open_place(root, "auto") as place:
         if not place.complete:
             raise place.nothing(None)
@@ -137,7 +137,7 @@ async def _choose(root: str, name: str | None) -> tuple[_Chosen, dict[int, Manif
 
 
 def _named(entries: Sequence[Entry], root: str, name: str | None) -> Entry:
-    """Return the newest one of a name, or else of its step."""
+    """Return the newest entry of a name, or else of the step in it. Raises NoCheckpointError, StoreError."""
     step = step_of(name)
     found = [one for one in entries if name is None or one.metadata.get(ID_KEY) == name]
     found += [one for one in entries if step is not None and one.step == step]
@@ -151,7 +151,7 @@ def _named(entries: Sequence[Entry], root: str, name: str | None) -> Entry:
 
 @asynccontextmanager
 async def _held(part: PartReader) -> AsyncGenerator[PartReader]:
-    """Lock a part against reuse while it is read. Raises CorruptStoreError, ReadError."""
+    """Lock a part's slot while the part is read, and then close it. Raises CorruptStoreError, ReadError."""
     try:
         await part.hold()
         yield part
@@ -160,7 +160,7 @@ async def _held(part: PartReader) -> AsyncGenerator[PartReader]:
 
 
 class _Load:
-    """The items of one plan on their way to the planner."""
+    """Reads the items of one plan, and gives them to the planner."""
 
     def __init__(
         self, stored: dict[Any, StoredItem | StoredValue], items: Sequence[ReadItem], planner: LoadPlanner
@@ -198,7 +198,7 @@ class _Load:
         self._wanted.append(Wanted(item.dest_index.fqn, name, 0, where.shape, live, local, local))
 
     def run(self, root: str, key: Key) -> None:
-        """Read, and hand over."""
+        """Read all items, and give them to the planner."""
         if self._wanted:
             call_once(self._fill(root, key), "pccheck-dcp")
             for one in self._wanted:

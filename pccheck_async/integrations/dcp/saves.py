@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves of this process under one root: an engine that is opened at the first save and stays open."""
+"""Saves under one root by this process, with an engine that is opened at the first save and stays open."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["SavePlace", "Saves", "place_for", "saves_of"]
 
 @dataclass(frozen=True, slots=True)
 class SavePlace:
-    """Where the ranks of a save find one another, None: there is one rank, and a store of its own; and how many."""
+    """Address of the TCP store that connects the ranks of a save (None: one rank without a group), and their number."""
 
     address: Address | None
     world: int
@@ -35,22 +35,22 @@ class SavePlace:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Of the engine, and the seconds within which all ranks have to open theirs."""
+    """Settings of the engine, and the seconds within which all ranks must open theirs."""
 
     config: EngineConfig
     timeout: float
 
 
 class Saves:
-    """The saves under one root, one after the other. DCP goes through each in *rounds*, all ranks alike.
+    """The saves under one root, one after the other. Each save of DCP is a *round*, the same on all ranks.
 
-    Each round uses up one counter of the group on every rank. A rank on which DCP comes to write nothing fails the
-    checkpoint of the round: the others cannot know of it, and all ranks have to count alike.
+    Each round uses up one counter of the group on every rank. If DCP fails on a rank before it writes, that rank fails
+    the round's checkpoint at its next round or on closing: others cannot know otherwise, and counters must stay equal.
 
     Attributes:
-        step: Of the round.
-        name: Of the round's checkpoint.
-        alone: Whether no other rank saves; set while the engine is open.
+        step: Step of the round.
+        name: Name of the round's checkpoint.
+        alone: Whether no other rank saves; only set while the engine is open.
     """
 
     alone: bool
@@ -67,11 +67,11 @@ class Saves:
 
     @property
     def step(self) -> int:
-        """The step that the round saves: that of its name, or the one after the last."""
+        """The step of the round: the number at the end of its name, or one more than the last step."""
         return self._step
 
     def begin(self, name: str | None) -> None:
-        """Begin a round."""
+        """Begin a round; if the last one did not come to writing on this rank, fail its checkpoint first."""
         self._round += 1
         self._give_up_round()
         self._writing = False
@@ -84,7 +84,7 @@ class Saves:
         self._writing = True
 
     def fail(self, error: BaseException) -> None:
-        """Fail the round's checkpoint on all ranks. Called where nothing of it was written on this rank."""
+        """Fail the round's checkpoint on all ranks. To be called if nothing of it was written on this rank."""
         if self._core is not None:
             self._core.fail_checkpoint(self._step, error)
 
@@ -93,7 +93,7 @@ class Saves:
         self._last = self._step = self._last + 1 if named is None else named
 
     def open(self, place: object, rank: int) -> None:
-        """Open the engine, if it is not open or has failed. Raises GroupError, and the errors of opening an engine."""
+        """Open an engine unless one is open that has not failed. Raises GroupError, and the errors of opening one."""
         self._writing = True
         if (core := self._core) is not None and not _ended(core):
             return
@@ -119,9 +119,9 @@ class Saves:
         self._count()
 
     def save(self, make: Callable[[], Mapping[str, Any]]) -> None:
-        """Save the result of ``make``; return when this rank's part of it is durable.
+        """Save the state that ``make`` returns; return when this rank's part of it is durable.
 
-        Raises the error that makes it fail.
+        Raises the error of ``make``, or of the save.
         """
         core = self._core
         metadata: Metadata = {} if self.name is None else {ID_KEY: self.name}
@@ -146,20 +146,20 @@ class Saves:
         self._pending = pending
 
     def finish(self) -> None:
-        """Wait until the round's checkpoint is durable on all ranks. Raises the error that makes it fail."""
+        """Wait until the round's checkpoint is durable on all ranks. Raises the error of the save."""
         pending, self._pending = self._pending, None
         assert pending is not None
         pending.result()
 
     def _settle(self, deadline: float | None = None) -> None:
-        """Wait until the last round's checkpoint ended, if DCP did not; its error was raised before."""
+        """Wait until the last round's checkpoint ended if DCP did not call ``finish``; its error is suppressed."""
         pending, self._pending = self._pending, None
         if pending is not None:
             with suppress(CheckpointError, TimeoutError):
                 pending.result(deadline)
 
     def close(self, deadline: float | None = None) -> None:
-        """Close the engine, once all checkpoints ended, or after so many seconds."""
+        """Close the engine, once all checkpoints ended, or after ``deadline`` seconds."""
         if (core := self._core) is not None:
             self._give_up_round()
             self._core = None
@@ -182,7 +182,7 @@ _meetings: dict[int, Meeting] = {}
 
 
 def saves_of(root: str, config: EngineConfig, timeout: float) -> Saves:
-    """Return the saves of this process under a root. Raises ValueError: they have other settings."""
+    """Return this process's :class:`Saves` for a root, made once; ValueError if that was with other settings."""
     settings = Settings(config, timeout)
     with _lock:
         saves = _saves.setdefault((os.getpid(), root), Saves(root, settings))
@@ -192,13 +192,13 @@ def saves_of(root: str, config: EngineConfig, timeout: float) -> Saves:
 
 
 def forget(root: str) -> Saves | None:
-    """Return the saves under a root, which the next writer opens anew."""
+    """Remove and return this process's :class:`Saves` for a root, None without any; the next save makes new ones."""
     with _lock:
         return _saves.pop((os.getpid(), root), None)
 
 
 def place_for(root: str, world: int) -> SavePlace:
-    """Return where the ranks of a save find one another: at a store that this process, the coordinator, serves."""
+    """Return the place of a save of ``world`` ranks: a TCP store that this process, DCP's coordinator, serves."""
     alone = world == 1 and not is_group_folder(root) and not (dist.is_initialized() and dist.get_world_size() == 1)
     if alone:
         return SavePlace(None, 1)
@@ -211,7 +211,7 @@ def place_for(root: str, world: int) -> SavePlace:
 
 @atexit.register
 def _close_at_exit() -> None:
-    """Close the engines that DCP opened: no user has to, and engines still open at the exit would warn of that."""
+    """Close all engines of writers that were not closed: users need not do it, and open engines warn at the exit."""
     for pid, root in list(_saves):
         saves = forget(root) if pid == os.getpid() else None
         if saves is not None:

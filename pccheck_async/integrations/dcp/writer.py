@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The side that saves."""
+"""The storage writer for ``dcp.save`` and ``dcp.async_save``."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ class StorageWriter(storage.StorageWriter):
     """Saves the plans of ``dcp.save`` and ``dcp.async_save``, crash-consistently on all ranks.
 
     ``checkpoint_id`` names a checkpoint under the root: the root joined with a name, or the name alone. A number at the
-    end of the name is the step (``"run/step-10"``, ``"10"``); other names, and saves without an id, count on from the
-    last step. A root has no folders of single checkpoints: ``keep_last`` and ``keep`` decide which ones stay.
+    end of the name is the step (``"run/step-10"``, ``"10"``); for other names, and without an id, the step is one more
+    than the last. There are no folders of single checkpoints: ``keep_last`` and ``keep`` decide which ones are kept.
 
-    Several ranks make a group, whose folder the root is then. One rank without ``torch.distributed``, or with
-    ``no_dist=True``, makes a store of one process. The engine is opened at the first save and stays open until
+    With several ranks the root is the folder of a group. With one rank, if ``torch.distributed`` is not initialised or
+    ``no_dist=True``, the root is a store of one process. The engine is opened at the first save and stays open until
     :meth:`close`, or the end of the process; all writers of a process with this root share it.
 
     Args:
         root: Folder of the checkpoints; created if it does not exist.
-        keep_last: How many of the newest checkpoints are kept.
-        keep: Further ones that are kept (:class:`pccheck_async.Keep`).
-        timeout: Seconds within which all ranks have to come to their first save.
+        keep_last: Number of the newest checkpoints that are kept.
+        keep: Rules for further ones that are kept (:class:`pccheck_async.Keep`).
+        timeout: Seconds within which all ranks must reach their first save.
         options: Further arguments of :class:`pccheck_async.CheckpointEngine` that concern saving, such as
             ``storage``.
 
@@ -64,20 +64,20 @@ class StorageWriter(storage.StorageWriter):
         self._begun: Saves | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the settings for another process: it opens an engine of its own."""
+        """Return the settings alone, because another process opens an engine of its own."""
         return self.__dict__ | {"_begun": None}
 
     @property
     def checkpoint_id(self) -> str:
-        """The path that names the checkpoint; the root where it has no name."""
+        """The path that names the checkpoint; the root if no name was given."""
         return self._root if self._name is None else os.path.join(self._root, self._name)
 
     def reset(self, checkpoint_id: CheckpointID | None = None) -> None:
-        """Name the next checkpoint, and only that. Raises ValueError: the id is outside the root."""
+        """Set the name of the next checkpoint alone. Raises ValueError if the id is outside the root."""
         self._name = name_of(checkpoint_id, self._root)
 
     def storage_meta(self) -> StorageMeta:
-        """Begin a save: DCP calls this first, on every rank."""
+        """Begin a save, which DCP does by this call, first, on every rank; return the checkpoint's id."""
         self._begun = saves_of(self._root, *self._settings)
         self._begun.begin(self._name)
         meta = StorageMeta(checkpoint_id=self.checkpoint_id)
@@ -94,18 +94,18 @@ class StorageWriter(storage.StorageWriter):
         self._rank = kwargs.get("rank", 0)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Add the address at which the ranks meet to all plans; only the first plan of a rank needs it."""
+        """Return the plans with the address of the ranks' TCP store; only the first plan of a rank needs it."""
         place = place_for(self._root, len(plans))
         return [replace(plan, storage_data=place) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Capture, write, and make this rank's part durable; the checkpoint needs all parts.
+        """Capture this rank's part, write it, and wait until it is durable; :meth:`finish` waits for the commit.
 
-        Raises the error that makes the checkpoint fail on this rank; it fails on all of them then.
+        If this rank fails, the error is raised, and the checkpoint fails on all ranks.
         """
         saves = self._begun
         assert saves is not None
@@ -116,17 +116,17 @@ class StorageWriter(storage.StorageWriter):
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Wait until the checkpoint is durable on all ranks; writes nothing.
+        """Wait until the checkpoint is durable on all ranks. Nothing is written for DCP's ``metadata``.
 
-        Durability: when this returns, it survives power loss.
+        Durability: when this returns, the checkpoint survives power loss.
 
-        Raises GroupError: it failed on a rank.
+        Raises GroupError: the checkpoint failed on a rank.
         """
         assert self._begun is not None
         self._begun.finish()
 
     def close(self) -> None:
-        """Close the engine that saves under this root in this process, as all ranks do; the next save opens it anew.
+        """Close this process's engine for this root; the next save opens a new one. All ranks must call this.
 
         Not needed at the end of a process.
         """
@@ -135,5 +135,5 @@ class StorageWriter(storage.StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: CheckpointID) -> bool:
-        """Return whether it can be an id: a path, and no URL."""
+        """Return whether this can be a checkpoint id: a path, and no URL."""
         return is_id(checkpoint_id)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lightning: exact resumption by a callback, and its ``CheckpointIO`` on stores of this package.
+"""Lightning: a callback for exact resumption, and a ``CheckpointIO`` and a strategy that save into stores.
 
 ::
 

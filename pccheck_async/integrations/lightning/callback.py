@@ -53,44 +53,45 @@ PRIVATE: Final = {
     "Trainer._checkpoint_connector": ("_get_loops_state_dict", "resume_start"),
     "Trainer._logger_connector": ("_callback_metrics", "_first_loop_iter"),
 }  # fmt: skip
-"""The attributes of Lightning that are used beyond its documentation, with ``Timer._duration``,
+"""The undocumented attributes of Lightning that are used, in addition to ``Timer._duration``,
 ``BaseFinetuning._restarting``, ``Metric._update_count`` and the imports above of ``call``, ``fabric`` and results.
 
-No hook is called at the end of a batch: after a callback's ``on_train_batch_end`` and ``on_validation_end`` follow
-the module's own hooks and the schedulers that go by a metric. ``on_advance_end`` of the two loops comes last.
+No documented hook is called after all work of a batch: the module's own hooks, and schedulers that monitor a metric,
+run after a callback's ``on_train_batch_end`` and ``on_validation_end``. ``on_advance_end`` of the two loops is last.
 """
 
 
 class PCcheckCallback(Callback):
-    """Saves the training at each ``interval``, and goes on from the newest checkpoint when ``fit`` begins.
+    """Saves the training at each ``interval``, and resumes from the newest checkpoint when ``fit`` begins.
 
     A checkpoint holds the model with its buffers, optimizers, schedulers, the precision plugin, loops, the states of
-    callbacks and the datamodule, the additions of their hooks and the module's on saving, the means that
-    ``self.log(on_epoch=True)`` has gathered, the positions of training loaders that have a ``state_dict``, and the
-    global generators. It is taken between two batches, after the validation that follows the first of them, and not
-    inside a window of gradient accumulation. Loaders without a position are iterated over again up to the batch, with
-    the random numbers that the epoch began with.
+    callbacks and the datamodule, data that ``on_save_checkpoint`` hooks add, the means that ``self.log(on_epoch=True)``
+    has gathered, the positions of training loaders that have a ``state_dict``, and the global generators. It is taken
+    between two batches, after a validation that follows the first of them, and not inside a window of gradient
+    accumulation. After a restore loaders without a position are iterated over again up to the batch, with the random
+    numbers that the epoch began with.
 
-    Under several ranks each gives the same arguments, and they save one checkpoint together.
+    With several ranks all must give the same arguments, and they save one checkpoint together.
 
-    ``fit(ckpt_path=...)`` is refused if the folder holds a checkpoint. The first ``fit`` restores, later ones of the
-    same Trainer and module go on with the state in memory, unless it raised. ``fast_dev_run`` saves and restores none.
+    ``fit(ckpt_path=...)`` is refused if the folder holds a checkpoint. The first ``fit`` restores; later ones of the
+    same Trainer and module continue with the state in memory, unless the one before raised. With ``fast_dev_run``
+    nothing is saved or restored.
 
     Args:
         path: Folder of the store.
         interval: Optimizer steps (batches, in manual optimization) between two checkpoints, a ``timedelta`` or a
             policy. The default saves as often as costs at most 3 % of the training time.
         save_last: Also save at the end of training: at ``max_steps``, ``max_epochs``, ``max_time`` or early.
-        resume_stopped: Go on although training had been stopped early (``trainer.should_stop``). Else ``fit``
+        resume_stopped: Continue a training that had been stopped early (``trainer.should_stop``). False: ``fit`` then
             returns at once, as at ``max_epochs``, unless a limit is larger now.
         private: As for :meth:`pccheck_async.SyncCheckpointEngine.restore`. The states of loops, callbacks and the
-            datamodule may differ by rank anyway.
-        replicated: As for :class:`pccheck_async.Group`; by default what DistributedDataParallel keeps alike.
+            datamodule may always differ by rank.
+        replicated: As for :class:`pccheck_async.Group`; by default all that DistributedDataParallel keeps equal.
         trusted_replicas: As for :class:`pccheck_async.Group`.
-        settings: Any other of :class:`pccheck_async.SyncCheckpointEngine`.
+        settings: Further settings of :class:`pccheck_async.SyncCheckpointEngine`.
 
     Attributes:
-        engine: While ``fit`` runs; else None.
+        engine: The engine while ``fit`` runs; else None.
         restored: The checkpoint that was restored, or None.
     """
 
@@ -130,7 +131,7 @@ class PCcheckCallback(Callback):
 
     @explained
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """Refuse a store as ``ckpt_path``, which is known only when Lightning opens it."""
+        """Make Lightning raise ValueError if it opens a store as ``ckpt_path``, which is not known before."""
         connector = trainer._checkpoint_connector
         open_file = connector.resume_start
 
@@ -148,7 +149,7 @@ class PCcheckCallback(Callback):
             raise wrong_trainer(self, name, "transformers", "PCcheckCallback(path).attach(trainer)")
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Open the store, and restore everything but the generators."""
+        """Open the store, restore everything but the generators, and wrap methods of the loops."""
         if trainer.fast_dev_run:
             return
         if [callback for callback in trainer.callbacks if isinstance(callback, PCcheckCallback)] != [self]:
@@ -195,7 +196,7 @@ class PCcheckCallback(Callback):
         _around(loop, "setup_data", after=lambda: trainer._logger_connector._callback_metrics.update(self._shown))
 
     def _stop_again(self, trainer: Any, restored: Restored) -> bool:
-        """Stop the training if it had been stopped before, unless a limit is larger now; return whether it ended."""
+        """Stop the training if it had been stopped before and no limit is larger now; return whether none follows."""
         if not (why := self._state["sizes"].told_to_stop()):
             return False
         trainer.should_stop = True
@@ -205,7 +206,7 @@ class PCcheckCallback(Callback):
         return True
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Go to the position in the data, and restore the generators: setting up the data has drawn from them."""
+        """Go to the saved position in the data, and then restore the generators, from which setting up data drew."""
         if self.engine is not None:
             _refuse_some_positions(trainer.fit_loop._combined_loader.flattened)
         self._shown = {}
@@ -237,14 +238,14 @@ class PCcheckCallback(Callback):
         self._says = ""
 
     def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Begin a step, unless one with gradient accumulation goes on."""
+        """Begin a step context, unless one is open because of gradient accumulation."""
         if self.engine is not None and self._this is None:
             progress = trainer.fit_loop.epoch_loop.batch_progress
             step = trainer.global_step if pl_module.automatic_optimization else progress.total.ready - 1
             self._this = self._step.enter_context(self.engine.step(self._state, step))
 
     def _begin_epoch(self, trainer: Any) -> None:
-        """Record the generators, unless the epoch's iterator was made with the loaders or to go to a position."""
+        """Record the generators at the start of an epoch, unless its iterator was created before (first or resumed)."""
         loop = trainer.fit_loop
         if trainer.current_epoch > 0 and not loop.is_resuming and not loop.epoch_loop.restarting:
             self._state["draws"].note_iter()
@@ -255,7 +256,7 @@ class PCcheckCallback(Callback):
             self._end_step(trainer)
 
     def _end_step(self, trainer: Any) -> None:
-        """End the step, after a batch or, for the last batch of an epoch, after all that ends the epoch."""
+        """End the step context: after a batch, or for the last batch of an epoch after all work at the epoch's end."""
         if self.engine is None or self._this is None:
             return
         this, self._this = self._this, None
@@ -272,18 +273,18 @@ class PCcheckCallback(Callback):
                 logger.log_metrics(self.engine.scalars(), step=trainer.global_step)
 
     def on_validation_end(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Keep what the validation measured for the step's metadata."""
+        """Keep the metrics of the validation for the metadata of the step."""
         if not trainer.sanity_checking:
             self._measured = dict(trainer.fit_loop.epoch_loop.val_loop._results.metrics(False)["callback"])
 
     @explained
     def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
-        """Finish the saves in progress, and close."""
+        """Finish the saves in progress, within the engine's ``exit_timeout``, and close the engine."""
         if self.engine is not None:
             self._close(trainer, exception)
 
     def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """Wait until everything is durable, and close."""
+        """Wait until all saves are durable, and close the engine."""
         if self.engine is not None:
             self._close(trainer, None)
 
@@ -329,7 +330,7 @@ class _Callbacks:
 
 
 class _Others:
-    """The parts of a file of Lightning that have no names here: plugins, the datamodule, additions of hooks."""
+    """Saves and restores the rest of Lightning's checkpoint: plugins, the datamodule, data that hooks add."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -345,7 +346,7 @@ class _Others:
         }
 
     def _plugins(self) -> dict[str, Any]:
-        """Return the objects that save under the name of their class."""
+        """Return the objects whose state Lightning saves under the name of their class, by that name."""
         parts = (self._trainer.precision_plugin, self._trainer.datamodule)
         return {type(part).__qualname__: part for part in parts if part is not None}
 
@@ -377,9 +378,10 @@ class _Others:
 
 
 class _Results:
-    """The means and the like that ``self.log(on_epoch=True)`` gathers in a training epoch: by key, states by name.
+    """Saves and restores the means and the like that ``self.log(on_epoch=True)`` gathers in a training epoch.
 
-    Of a metric of torchmetrics whose states are lists there are none: they would grow with each batch.
+    The state has, by key of the result, the metric's states by name. Metrics of torchmetrics whose states are lists are
+    saved without them: they would grow with each batch.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -388,7 +390,7 @@ class _Results:
         self._known: list[str] = []  # the keys whose states were restored
 
     def _gathered(self) -> Iterator[tuple[str, Any]]:
-        """Yield the keys and metrics of the epoch underway."""
+        """Yield the keys and metrics that were logged in the epoch underway."""
         for key, each in self._trainer.fit_loop.epoch_loop._results.items():
             if each.meta.on_epoch and not each.has_reset:
                 yield key, each
@@ -408,7 +410,7 @@ class _Results:
         self._saved = state
 
     def go_on(self) -> None:
-        """Go on with the saved epoch."""
+        """Make the results of the epoch underway continue from the saved states."""
         trainer, values = self._trainer, {}
         modules = dict(trainer.lightning_module.named_modules())
         for key, saved in self._saved.items():
@@ -424,7 +426,7 @@ class _Results:
         trainer._logger_connector._first_loop_iter = True  # else the next batch would be taken for an epoch's first
 
     def warn(self, batch: int) -> None:
-        """Warn if what decides goes by a value over the epoch of which the batches before this one were not saved."""
+        """Warn if a scheduler or callback monitors a mean over the epoch that lacks the batches before ``batch``."""
         gathered = [each.meta for key, each in self._gathered() if key not in self._known]
         names = {name for meta in gathered for name in (meta.name, f"{meta.name}_epoch")}
         by = [*self._trainer.lr_scheduler_configs, *self._trainer.callbacks]
@@ -437,10 +439,10 @@ class _Results:
 
 
 class _ResultsOn(_ResultCollection):
-    """Results of an epoch that goes on. Lightning makes each when it is logged; then it begins with what was saved.
+    """Results of a resumed epoch: when Lightning creates one, as it is logged first, it gets its saved states.
 
     Args:
-        waiting: Changed: what was saved of those that were not logged since.
+        waiting: Saved states of results that were not logged since the restore; shrinks.
     """
 
     def __init__(self, waiting: dict[str, Any]) -> None:
@@ -458,14 +460,14 @@ class _ResultsOn(_ResultCollection):
 
 
 def _gather_on(metric: Any, saved: Mapping[str, Any]) -> None:
-    """Set the states of a metric to the saved ones, if there are any."""
+    """Set the states and the update count of a metric to the saved ones, if there are any."""
     for name, state in saved["states"].items():
         setattr(metric, name, move_data_to_device(state, metric.device))
         metric._update_count = saved["count"]
 
 
 class _Sizes:
-    """The unit of a position inside an epoch, the limits of the training, and the frozen parameters."""
+    """Saves sizes that a position in an epoch depends on, the limits of the training, and what was frozen."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -485,7 +487,7 @@ class _Sizes:
         self._saved = state
 
     def freeze(self) -> None:
-        """Freeze the parameters that were frozen, and no others, if a callback freezes and unfreezes."""
+        """Freeze exactly the parameters that were frozen at the checkpoint, if there is a BaseFinetuning callback."""
         if not _tuners(self._trainer) or not (frozen := self._saved.get("frozen")):
             return
         module = self._trainer.lightning_module
@@ -496,13 +498,13 @@ class _Sizes:
                 part.track_running_stats = name not in frozen["norms"]
 
     def told_to_stop(self) -> str:
-        """Return why the training was stopped; empty if it was not, or a limit is larger now."""
+        """Return why the saved training had been stopped; "" if it had not, or a limit is larger now."""
         saved, now = self._saved.get("limits", {}), _limits(self._trainer)
         raised = any(now[name] > limit for name, limit in saved.items())
         return "" if raised else self._saved.get("stopped", "")
 
     def check(self, batches: int) -> None:
-        """Refuse another number of batches, after so many of an epoch; warn of other windows of accumulation."""
+        """Raise StateMismatchError if an epoch has another number of batches now; warn of other gradient windows."""
         saved, now = self._saved, self.state_dict()
         if saved.get("batches", now["batches"]) != now["batches"]:
             raise StateMismatchError(
@@ -516,12 +518,12 @@ class _Sizes:
 
 _WRAPPED: Final = ("on_advance_end", "on_run_start", "setup_data", "_load_combined_loader_states", "_on_before_fetch")
 _UNKNOWN: Final = frozenset({"draws", "results", "rng", "sizes"})
-"""The parts that a converted file of Lightning, or a checkpoint of an older version, does not have."""
+"""Parts of the state that a converted file of Lightning, or a checkpoint of an older version, does not have."""
 _INSTEAD, _METRICS, _CURRENT = "pccheck_state_dict", "pccheck_metrics", "pccheck_current"
 
 
 def _state(trainer: Any) -> dict[str, Any]:
-    """Return the state by the names that converted files of Lightning have, too."""
+    """Return the app state of the training; a converted file of Lightning has the same names."""
     return {
         "model": trainer.lightning_module,
         "optimizers": [*trainer.optimizers],
@@ -578,7 +580,7 @@ def _frozen(trainer: Any) -> dict[str, list[str]]:
 
 
 def _replicated(model: Any) -> list[str]:
-    """Return the paths that are equal on all ranks. The state has the module, not its wrapper, to fit one rank, too."""
+    """Return globs over the paths of tensors that DistributedDataParallel keeps equal on all ranks; [] without it."""
     if not isinstance(model, DistributedDataParallel) or model.parameters_to_ignore:
         return []
     names = (paths.escape(name) for name, _ in model.module.named_parameters(remove_duplicate=False))
@@ -586,7 +588,7 @@ def _replicated(model: Any) -> list[str]:
 
 
 def _limits(trainer: Any) -> dict[str, float]:
-    """Return where training ends at the latest: epochs, steps, and seconds."""
+    """Return the limits of the training by name, in epochs, steps and seconds; infinity for none."""
     loop = trainer.fit_loop
     timers = [each._duration for each in trainer.callbacks if isinstance(each, Timer)]
     limits = {"max_epochs": loop.max_epochs, "max_steps": loop.max_steps}
@@ -608,7 +610,7 @@ def _why_stopped(trainer: Any) -> str:
 
 
 def _broadcast(model: Any) -> list[str]:
-    """Return the paths of buffers that DistributedDataParallel sets to those of rank 0, before each forward."""
+    """Return the paths of buffers that DistributedDataParallel overwrites by rank 0's before each forward."""
     if not isinstance(model, DistributedDataParallel) or not model.broadcast_buffers:
         return []
     return [paths.child("model", paths.escape(name)) for name, _ in model.module.named_buffers(remove_duplicate=False)]
@@ -633,7 +635,7 @@ def _around(
     after: Callable[[], object] = lambda: None,
     once: bool = False,
 ) -> None:
-    """Call ``before`` and ``after`` whenever a method of a loop is called."""
+    """Wrap a method of a loop so that each call (or the next one only: ``once``) calls ``before`` and ``after``."""
     method = getattr(loop, name)
 
     def run(*arguments: Any) -> None:
@@ -647,9 +649,9 @@ def _around(
 
 
 def _forget_restart(loop: Any, *kept: Any) -> None:
-    """Make the loops go on as if they had never stopped: the state is between two batches, with nothing to redo.
+    """Make the loops continue as if they had never stopped: the state is between two batches, with nothing to redo.
 
-    Those in ``kept`` go on as restarted ones until their next iteration.
+    Loops in ``kept`` stay marked as restarted until their next iteration.
     """
     for each in (loop, loop.epoch_loop, loop.epoch_loop.val_loop):
         if each not in kept:
@@ -657,7 +659,7 @@ def _forget_restart(loop: Any, *kept: Any) -> None:
 
 
 def _refuse_some_positions(loaders: list[Any]) -> None:
-    """Refuse several loaders of which some cannot go on where they were: none has a position, or all that of ours."""
+    """Raise ValueError for several loaders of which some have a position, unless all are ResumableLoaders."""
     kinds = [type(loader).__qualname__ for loader in loaders]
     own = [isinstance(loader, ResumableLoader) for loader in loaders]
     if len(loaders) > 1 and not all(own) and any(hasattr(loader, "load_state_dict") for loader in loaders):

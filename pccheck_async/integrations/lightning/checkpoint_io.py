@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lightning's own checkpoints, each path a store of one checkpoint, written while training goes on."""
+"""A ``CheckpointIO`` for Lightning's own checkpoints: each path is a store of one, written while training continues."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ __all__ = ["METADATA", "OTHERS", "PCcheckIO", "is_own", "put_in_place"]
 _MOST = 2
 METADATA = {"saved_by": "PCcheckIO"}
 OTHERS = "pccheck_others"
-"""The key of everything that Lightning saves beside the shards of a PCcheckModelParallelStrategy."""
+"""Key of everything but model and optimizers in a checkpoint of a PCcheckModelParallelStrategy."""
 
 
 class PCcheckIO(TorchCheckpointIO):
     """Saves checkpoints of ``trainer.save_checkpoint`` and ``ModelCheckpoint`` as folders; reads these and torch files.
 
-    A save returns when the checkpoint is captured. Its path appears when it is durable, whole; a path that was there
-    keeps its contents until then. Removals wait for the saves before them, and nothing is removed after a save that
-    failed. The failure is raised by the next save, load or at the end.
+    A save returns when the checkpoint is captured. Its path appears, complete, when the checkpoint is durable; an older
+    checkpoint at the path stays until then. Removals wait for the saves before them. After a save that failed nothing
+    is removed until the next save, load or teardown has raised the error.
 
     Args:
-        settings: Of :class:`pccheck_async.SyncCheckpointEngine`, such as ``allow_pickle=True`` for hyperparameters that
-            only pickle can hold.
+        settings: Settings of :class:`pccheck_async.SyncCheckpointEngine`, such as ``allow_pickle=True`` for
+            hyperparameters that only pickle can save.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -43,11 +43,11 @@ class PCcheckIO(TorchCheckpointIO):
         self._unfinished: set[Path] = set()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Capture a checkpoint; it gets its path when it is durable.
+        """Capture a checkpoint; its path appears when it is durable.
 
         Raises:
-            TypeError: There are storage options.
-            FileExistsError: The path is a folder of something else, such as the store of a PCcheckCallback.
+            TypeError: ``storage_options`` are given.
+            FileExistsError: The path is a folder that is no such checkpoint, such as the store of a PCcheckCallback.
             CheckpointError: An earlier save failed.
         """
         if storage_options is not None:
@@ -75,7 +75,7 @@ class PCcheckIO(TorchCheckpointIO):
     ) -> dict[str, Any]:
         """Return the checkpoint at a path: a folder of this class, or a file of ``torch.save``.
 
-        With ``weights_only=True`` nothing is unpickled, under any settings.
+        With ``weights_only=True`` nothing in a folder is unpickled, even with ``allow_pickle=True``.
 
         Raises:
             ValueError: The folder holds no checkpoint of this class.
@@ -95,15 +95,15 @@ class PCcheckIO(TorchCheckpointIO):
         return found | others
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove the checkpoint at a path, once the saves before have become durable."""
+        """Remove the checkpoint at a path in the background, once earlier saves are durable; not if one failed."""
         self._turn.then(partial(os.unlink if os.path.islink(path) else super().remove_checkpoint, path), removes=True)
 
     def teardown(self) -> None:
-        """Wait until everything is durable; raises the failure of a save."""
+        """Wait until all saves are durable, and raise the error of one that failed."""
         self._wait(0)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the settings: a Trainer may be copied or sent to another process, its saves are not."""
+        """Return the settings alone: saves in progress stay with this object when a Trainer is copied or pickled."""
         return self._settings
 
     def __setstate__(self, settings: dict[str, Any]) -> None:
@@ -116,13 +116,13 @@ class PCcheckIO(TorchCheckpointIO):
 
 
 def is_own(path: str | Path) -> bool:
-    """Whether a folder holds one of these checkpoints."""
+    """Return whether a folder is a checkpoint that PCcheckIO or PCcheckModelParallelStrategy saved."""
     saved = list_checkpoints(path)
     return bool(saved) and saved[0].metadata == METADATA
 
 
 def _finish(engine: SyncCheckpointEngine, pending: PendingCheckpoint, store: Path, place: Path) -> None:
-    """Wait until a checkpoint is durable, and give it its path."""
+    """Wait until a checkpoint is durable, close its engine, and rename its store to its path."""
     try:
         pending.result()
     finally:
@@ -132,7 +132,7 @@ def _finish(engine: SyncCheckpointEngine, pending: PendingCheckpoint, store: Pat
 
 
 def put_in_place(store: Path, place: Path) -> None:
-    """Give a closed store its path. The newest path is the one that was changed last: so ``"last"`` is found."""
+    """Rename a closed store to its path, and set the path's time to now, by which Lightning finds ``"last"``."""
     if store != place:
         try:
             os.rename(store, place)

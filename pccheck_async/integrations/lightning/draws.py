@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of batches of loaders that have no position of their own: the generators from which it was drawn.
+"""Saves and restores the generators from which loaders without a position of their own draw the order of batches.
 
-To go on inside an epoch these loaders are iterated over again, up to the batch, with the random numbers that the epoch
-began with: the global generators, and those that loaders and samplers were given.
+To resume inside an epoch these loaders are iterated over again, up to the batch, with all generators as they were when
+the epoch began: the global ones, and those that loaders and samplers were given.
 """
 
 from __future__ import annotations
@@ -58,15 +58,16 @@ def _set_random_state(loaders: Iterable[Any], state: Mapping[str, Any]) -> None:
 
 
 def _flat(loop: Any) -> list[Any]:
-    """Return the loaders of a loop; none before they are set up."""
+    """Return the loaders of a loop as a list; [] before they are set up."""
     return [] if loop._combined_loader is None else [*loop._combined_loader.flattened]
 
 
 class Draws:
-    """The generators as they were when the epoch's iterator was made, and when the first batch was fetched.
+    """The states of the generators when the epoch's iterator was created, and when its first batch was fetched.
 
-    Then a loader of torch draws its order, and the seeds of its workers. Loaders themselves are made by hooks, which
-    may draw, too, and look at the epoch: that and the generators are those of the moment at which they were made.
+    At these two moments a loader of torch draws its order and the seeds of its workers. The loaders themselves are
+    created by hooks of the user, which may also draw random numbers, and read the epoch: so the epoch and the
+    generators at that moment are recorded, too.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -76,7 +77,11 @@ class Draws:
         self._made: dict[str, Any] = {}
 
     def make_again(self, loop: Any, kind: str) -> None:
-        """Wrap ``setup_data``: record when loaders are made; first make those of the checkpoint, as at their time."""
+        """Wrap a loop's ``setup_data``, which creates its loaders (``kind`` is "train" or "val").
+
+        Its first call after a restore runs with the epoch and generators with which the saved run created the loaders.
+        Later calls that create loaders record these.
+        """
         setup, progress = loop.setup_data, loop.trainer.fit_loop.epoch_progress.current
         is_due, last = f"_should_reload_{kind}_dl", f"_last_{kind}_dl_reload_epoch"
         to_make = self._made.get(kind)
@@ -108,26 +113,26 @@ class Draws:
 
     @property
     def _all(self) -> list[Any]:
-        """The training loaders, and those of validations, in which no position is looked up."""
+        """The training loaders and the validation loaders."""
         return [*_flat(self._loop), *_flat(self._loop.epoch_loop.val_loop)]
 
     def note_iter(self) -> None:
-        """Called right before the iterator of an epoch is made."""
+        """Called right before the iterator of an epoch is created; records the generators."""
         self._states = {"iter": _random_state(self._training)}
 
     def note_fetch(self, loaders: Any) -> None:
-        """Called before each batch is fetched: the first one of an epoch draws the order."""
+        """Called before each batch is fetched; records the generators before the first, which draws the order."""
         if "fetch" not in self._states:
             self._states["fetch"] = _random_state(self._training)
         self._watch(loaders, {})
 
     def go_on(self) -> None:
-        """Set the generators of loaders to what they were at the checkpoint, as the next epochs draw from them."""
+        """Set the loaders' own generators to their states at the checkpoint, from which the next epochs draw."""
         if "now" in self._saved:
             _set_generators(self._all, self._saved["now"])
 
     def _watch(self, loaders: Any, saved: Mapping[str, Any]) -> None:
-        """Record the generators when one of several loaders has ended and is iterated over again."""
+        """Wrap each of several loaders, to record the generators when one has ended and is iterated over again."""
         iterator, cycles = loaders._iterator, self._states.setdefault("cycles", {})
         if len(iterator.iterables) > 1 and not isinstance(iterator.iterables[0], _Cycled):
             names = map(str, range(len(iterator.iterables)))
@@ -137,7 +142,7 @@ class Draws:
             ]
 
     def go_back(self, loop: Any) -> Any:
-        """Return the iterator of the saved epoch, at its start, and set the generators to those of its first batch."""
+        """Create and return the iterator of the saved epoch, at its start, with the generators as in the saved run."""
         self._states = {name: state for name, state in self._saved.items() if name in ("iter", "fetch")}
         if "iter" in self._states:
             _set_random_state(self._training, self._states["iter"])
@@ -148,22 +153,23 @@ class Draws:
         return getattr(batches, "iterator_wrapper", batches)  # of a training_step(dataloader_iter)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a later run goes back to, and the generators of loaders as they are now."""
+        """Return the recorded states for :meth:`go_back`, and the present ones of the loaders' own generators."""
         return self._states | {"made": self._made, "now": _states(self._all)}
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
-        """Keep the state for :meth:`go_back` and :meth:`go_on`: the loaders are not there yet."""
+        """Keep the state for :meth:`go_back` and :meth:`go_on`, because the loaders do not exist yet."""
         self._saved = state
         self._made = dict(state.get("made", {}))
 
 
 class _Cycled:
-    """A loader of several, which is iterated over again when it has ended and others have not (``max_size_cycle``).
+    """Wraps one of several loaders, which is iterated over again if it ends before the others (``max_size_cycle``).
 
     Args:
         loader: The loader.
-        noted: Changed: how often it was begun again, and the generators when it was last, and at its first batch then.
-        saved: The ``noted`` of the run that is repeated up to a checkpoint: the order of that pass was drawn with them.
+        noted: A dict that is updated: how often the loader was iterated over, and the generators' states at the last
+            time, when its iterator was created and when the first batch was fetched.
+        saved: The ``noted`` of the saved run; the pass with the same number is repeated with these states.
     """
 
     def __init__(self, loader: Any, noted: dict[str, Any], saved: Mapping[str, Any]) -> None:
@@ -188,7 +194,7 @@ class _Cycled:
 
 
 def skip(loop: Any, epoch: int, batches: int, draws: Draws) -> None:
-    """Iterate to a position in loaders that have none of their own."""
+    """Iterate over loaders without a position up to ``batches`` of an epoch. Raises StateMismatchError."""
     for loader in loop._combined_loader.flattened:
         _set_sampler_epoch(loader, epoch)
     again = draws.go_back(loop)

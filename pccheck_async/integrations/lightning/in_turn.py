@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work that follows a save, in the order of the saves, on a thread that lives as long as there is something to do."""
+"""A queue of work that follows saves, done in order on a thread that ends when the queue is empty."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["InTurn"]
 
 
 class InTurn:
-    """Finishes saves and removes checkpoints one after the other; after a save that failed nothing is removed."""
+    """Runs queued work (finishing saves, removing checkpoints) in order; after a failure nothing is removed."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -20,7 +20,7 @@ class InTurn:
         self._error: Exception | None = None  # of a save; nothing is removed until it was raised
 
     def then(self, work: Callable[[], None], *, removes: bool = False) -> None:
-        """Queue work behind that of earlier calls."""
+        """Queue work after that of earlier calls; if that failed, work that ``removes`` is dropped."""
         with self._changed:
             self._waiting.append((work, removes))
             if self._thread is None:
@@ -28,7 +28,7 @@ class InTurn:
                 self._thread.start()
 
     def wait(self, most: int = 0) -> None:
-        """Wait until at most so many are not done. Raises the error of the first one that failed."""
+        """Wait until at most ``most`` pieces of work are left. Raises the first error since the last call."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._waiting) <= most)
             error, self._error = self._error, None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FSDP2 and tensor parallelism: ``trainer.save_checkpoint`` and ``ModelCheckpoint`` save each rank's shards."""
+"""A strategy for FSDP2 and tensor parallelism: ``trainer.save_checkpoint`` and ``ModelCheckpoint`` save the shards."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ __all__ = ["PCcheckModelParallelStrategy"]
 
 
 class PCcheckModelParallelStrategy(ModelParallelStrategy):
-    """``ModelParallelStrategy``, whose checkpoints are captured and written beside training, by all ranks together.
+    """``ModelParallelStrategy`` whose checkpoints are written while training continues, by all ranks together.
 
-    Nothing is gathered: sharded tensors are saved as they lie, and restored onto any other number of ranks. A path is
-    the folder of a group with one checkpoint, on a filesystem that all ranks share. It appears when it is durable on
-    all ranks; removals and failures are those of :class:`PCcheckIO`, which loads it in full, in one process.
+    Nothing is gathered: each rank saves its shards, and they can be restored onto any other number of ranks. Each path
+    is the folder of a group with one checkpoint, on a filesystem that all ranks share. The path appears when the
+    checkpoint is durable on all ranks. Removals and failures are handled as by :class:`PCcheckIO`, which can load such
+    a path in full, in one process.
 
     Args:
-        arguments: Of ``ModelParallelStrategy``.
+        arguments: Positional arguments of ``ModelParallelStrategy``.
         engine: Settings of :class:`pccheck_async.SyncCheckpointEngine`.
-        named: Of ``ModelParallelStrategy``.
+        named: Keyword arguments of ``ModelParallelStrategy``.
     """
 
     def __init__(self, *arguments: Any, engine: Mapping[str, Any] | None = None, **named: Any) -> None:
@@ -43,7 +44,7 @@ class PCcheckModelParallelStrategy(ModelParallelStrategy):
         self._unfinished: set[Path] = set()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return this rank's shards, and the values that all ranks share."""
+        """Return the module's state_dict: this rank's shards, and tensors that all ranks have whole."""
         assert self.model is not None
         return dict(self.model.state_dict())
 
@@ -53,11 +54,11 @@ class PCcheckModelParallelStrategy(ModelParallelStrategy):
         return dict(inner.state_dict())
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Capture a checkpoint on all ranks; it gets its path when it is durable on all of them.
+        """Capture a checkpoint on all ranks; its path appears when it is durable on all of them.
 
         Raises:
-            TypeError: There are storage options.
-            FileExistsError: The path is a folder of something else.
+            TypeError: ``storage_options`` are given.
+            FileExistsError: The path is a folder that is no such checkpoint.
             CheckpointError: An earlier save failed.
         """
         if storage_options is not None:
@@ -96,8 +97,8 @@ class PCcheckModelParallelStrategy(ModelParallelStrategy):
         """Restore model and optimizers in place; return the rest of the checkpoint. Reads folders of torch's DCP, too.
 
         Raises:
-            ValueError: The path is a checkpoint of one process.
-            StateMismatchError: It is of another model; nothing was changed.
+            ValueError: One process saved the checkpoint.
+            StateMismatchError: The checkpoint is of another model; nothing was changed.
         """
         self._turn.wait()
         dist.barrier()  # rank 0 gives the paths
@@ -121,12 +122,12 @@ class PCcheckModelParallelStrategy(ModelParallelStrategy):
         return others.loaded
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove the checkpoint at a path, once the saves before have become durable."""
+        """Remove the checkpoint at a path in the background, once earlier saves are durable; not if one failed."""
         if self.is_global_zero:
             self._turn.then(partial(shutil.rmtree, filepath), removes=True)
 
     def teardown(self) -> None:
-        """Wait until everything is durable; raises the failure of a save."""
+        """Wait until all saves are durable, and raise the error of one that failed."""
         try:
             self._turn.wait()
         finally:
@@ -134,7 +135,7 @@ class PCcheckModelParallelStrategy(ModelParallelStrategy):
 
 
 class _Others:
-    """Everything but tensors of the model or of optimizers: loops, schedulers, states of callbacks."""
+    """Receives the parts of a checkpoint other than model and optimizers: loops, schedulers, states of callbacks."""
 
     loaded: dict[str, Any]
 

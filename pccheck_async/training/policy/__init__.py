@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When to checkpoint: policies that get a report of every step and every checkpoint, and decide.
+"""Policies: each gets a report of every step and every checkpoint, and decides after which steps to checkpoint.
 
-Pure: time comes in with the reports, so that a run can be replayed or simulated.
+They read no clock: the times are in the reports, so that a run can be replayed or simulated.
 """
 
 from pccheck_async.engine import Decision, Policy, SaveReport, StepReport

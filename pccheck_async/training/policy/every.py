@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The values of ``interval=``: fixed intervals of steps or seconds, a policy, or nothing."""
+"""Policies of fixed intervals, in steps or seconds, and the policy that a value of ``interval=`` stands for."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ __all__ = ["EverySeconds", "EverySteps", "make_policy"]
 
 class _Given(Retrying):
     def saved(self, report: SaveReport) -> None:
-        """Ignore the report."""
+        """Ignore the report: a fixed interval needs no measurements."""
 
 
 class EverySteps(_Given):
-    """Checkpoint after step ``s`` wherever ``s + 1`` is a multiple of ``interval``.
+    """Checkpoint after each step ``s`` for which ``s + 1`` is a multiple of ``interval``.
 
     With steps numbered from 0 the first checkpoint is made after ``interval`` steps. The number alone decides: a run
     that resumes at any step saves the same steps as one that was never interrupted. A checkpoint that was skipped is
-    made up for after the next step that finds a place.
+    tried again after each next step until one is taken.
 
     Raises:
-        TypeError: ``interval`` is no int (bool is not one).
-        ValueError: it is less than 1.
+        TypeError: ``interval`` is no int (or a bool).
+        ValueError: ``interval`` is less than 1.
     """
 
     def __init__(self, interval: int) -> None:
@@ -40,7 +40,7 @@ class EverySteps(_Given):
         return self._was_skipped() or (report.step + 1) % self._interval == 0
 
     def next_after(self, step: int) -> int:
-        """Return the next step to save after: a group of ranks needs it in advance."""
+        """Return the next step after ``step`` that is due by its number: a group of ranks needs it in advance."""
         return ((step + 1) // self._interval + 1) * self._interval - 1
 
     def decision(self) -> Decision:
@@ -63,7 +63,7 @@ class EverySeconds(_Given):
         self._last: float | None = None
 
     def due(self, report: StepReport) -> bool:
-        """Go by the time of the report."""
+        """Return whether ``seconds`` have passed since the last checkpoint was due, or the last save was skipped."""
         if self._last is None:
             self._last = report.now - report.seconds
         due = self._was_skipped() or report.now - self._last >= self._seconds
@@ -81,11 +81,11 @@ def make_policy(interval: int | timedelta | Policy | None, max_in_flight: int = 
 
     Args:
         interval: Steps, a time, a policy (returned as it is), or None: :class:`Adaptive` with a budget of 3 %.
-        max_in_flight: Checkpoints in flight, as the engine has it.
+        max_in_flight: The engine's setting of that name.
 
     Raises:
-        TypeError: it is something else (bool included).
-        ValueError: it is not positive.
+        TypeError: ``interval`` is something else (or a bool).
+        ValueError: ``interval`` is not positive.
     """
     if interval is None:
         return Adaptive(max_in_flight=max_in_flight)

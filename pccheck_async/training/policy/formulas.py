@@ -13,7 +13,7 @@ __all__ = [
 ]  # fmt: skip
 
 _FUZZ = 1e-9
-"""Relative error of sums of floats: a quotient this little above a whole number is that number."""
+"""Relative error of sums of floats: a quotient that exceeds a whole number by no more is rounded down to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,22 +42,26 @@ def checkfreq_interval(
     device_free_bytes: int = 0,
     nbytes: int = 0,
 ) -> CheckFreqChoice:
-    """Return where to snapshot and how often (CheckFreq, FAST'21, Algorithm 1).
+    """Return where to copy the state first, and the interval in steps (CheckFreq, FAST'21, Algorithm 1).
 
-    A copy to the host hides behind forward and backward, which are all of a step but the weight update:
-    Toc = max(0, Tc - (Ti - Tw)). One on the device does not: Tog = Tg. It is made on the device where it fits and costs
-    no more. Then k = ceil(max((Tc + Ts - To)/Ti, To/(p Ti))): the one in flight is durable before the next begins, and
-    the overhead stays within p.
+    To is the cost of one checkpoint to training. A copy to the host overlaps with forward and backward, the part
+    Ti - Tw of a step, so it costs Toc = max(0, Tc - (Ti - Tw)). A copy on the device overlaps with nothing, and costs
+    Tog = Tg. The device is chosen if the copy fits there and Tog <= Toc; To is the cost of the chosen one. Then
+    k = ceil(max((Tc + Ts - To)/Ti, To/(p Ti))) steps: a checkpoint is durable before the next one begins, and the
+    overhead stays within p.
 
     Args:
-        step_seconds: A training step (Ti).
-        update_seconds: The part of it that is the weight update (Tw; not the write time that PCcheck calls Tw).
-        host_copy_seconds: The copy to the host (Tc).
-        persist_seconds: From there to storage (Ts).
+        step_seconds: Seconds of a training step (Ti).
+        update_seconds: Seconds of the weight update in a step (CheckFreq's Tw; PCcheck calls the write time Tw).
+        host_copy_seconds: Seconds to copy the state to the host (Tc).
+        persist_seconds: Seconds to write it from there to storage (Ts).
         overhead: Budget as a share of the training time (p).
-        device_copy_seconds: A copy on the device (Tg); None if there is none.
+        device_copy_seconds: Seconds to copy the state on the device (Tg); None if that is not possible.
         device_free_bytes: Free device memory (Mmax - M).
-        nbytes: Size of a checkpoint (m).
+        nbytes: Size of a checkpoint in bytes (m).
+
+    Raises:
+        ValueError: ``overhead`` is not over 0 and at most 1, or ``step_seconds`` is not positive.
     """
     check_overhead(overhead)
     if not step_seconds > 0:
@@ -71,13 +75,13 @@ def checkfreq_interval(
 
 
 def young_seconds(cost_seconds: float, mtbf_seconds: float) -> float:
-    """Return the compute time between checkpoints that loses least, to first order: sqrt(2 delta M).
+    """Return the seconds of training between checkpoints at which least time is lost, to first order: sqrt(2 delta M).
 
     J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974.
 
     Args:
-        cost_seconds: The cost of one checkpoint to training (delta).
-        mtbf_seconds: Mean time between failures (M).
+        cost_seconds: Seconds that one checkpoint costs training (delta).
+        mtbf_seconds: Mean time between failures in seconds (M).
     """
     if not (cost_seconds >= 0 and mtbf_seconds > 0):
         raise ValueError(
@@ -87,14 +91,14 @@ def young_seconds(cost_seconds: float, mtbf_seconds: float) -> float:
 
 
 def daly_seconds(cost_seconds: float, mtbf_seconds: float) -> float:
-    """Return that time to a higher order: better than Young's if a checkpoint costs a good part of the MTBF.
+    """Return the optimum of :func:`young_seconds` to a higher order: better if a checkpoint's cost is near the MTBF.
 
     sqrt(2 delta M) (1 + sqrt(x)/3 + x/9) - delta with x = delta/(2 M) where delta < 2 M, else M.
     J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", FGCS 22(3), 2006.
 
     Args:
-        cost_seconds: The cost of one checkpoint to training (delta).
-        mtbf_seconds: Mean time between failures (M).
+        cost_seconds: Seconds that one checkpoint costs training (delta).
+        mtbf_seconds: Mean time between failures in seconds (M).
     """
     first_order = young_seconds(cost_seconds, mtbf_seconds)
     if cost_seconds >= 2 * mtbf_seconds:
@@ -104,17 +108,17 @@ def daly_seconds(cost_seconds: float, mtbf_seconds: float) -> float:
 
 
 def whole_steps(seconds: float, step_seconds: float) -> int:
-    """Return the fewest steps, at least one, that last ``seconds``."""
+    """Return the smallest number of steps, at least one, that take ``seconds`` or more."""
     return max(1, math.ceil(seconds / step_seconds * (1 - _FUZZ)))
 
 
 def interval_floor(nbytes: int, bandwidth: float, step_seconds: float, slowdown: float = 1.03) -> int:
-    """Return f_min = ceil(m / (B q t)), the steps between checkpoints that no scheme can go below.
+    """Return f_min = ceil(m / (B q t)), the fewest steps between checkpoints that this storage allows any method.
 
     Args:
-        nbytes: Size of a checkpoint (m).
-        bandwidth: Of the storage, bytes per second (B).
-        step_seconds: Time of a training step (t).
+        nbytes: Size of a checkpoint in bytes (m).
+        bandwidth: Bytes per second that the storage takes (B).
+        step_seconds: Seconds of a training step (t).
         slowdown: Tolerated factor (q): 1.03 is 3 %.
     """
     return sustained_interval(nbytes / bandwidth, 1, step_seconds, slowdown)
@@ -124,9 +128,9 @@ def sustained_interval(seconds: float, max_in_flight: int, step_seconds: float, 
     """Return f* = ceil(Tw(N) / (N q t)), the fewest steps between checkpoints that do not pile up (PCcheck, eq. 3).
 
     Args:
-        seconds: Tw(N), the time of one checkpoint to become durable with N in flight.
-        max_in_flight: N.
-        step_seconds: Time of a training step (t).
+        seconds: Seconds until one checkpoint is durable while N are in flight (Tw(N)).
+        max_in_flight: Checkpoints in flight (N).
+        step_seconds: Seconds of a training step (t).
         slowdown: Tolerated factor (q): 1.03 is 3 %.
     """
     if not (step_seconds > 0 and slowdown > 0):
@@ -135,14 +139,14 @@ def sustained_interval(seconds: float, max_in_flight: int, step_seconds: float, 
 
 
 def check_overhead(value: float) -> float:
-    """Return ``value`` if it is a share of the training time: over 0, at most 1; ValueError otherwise."""
+    """Return ``value`` as a float; raise ValueError unless it is a share: over 0, at most 1."""
     if not 0 < value <= 1:
         raise ValueError(f"overhead is a share of the training time, over 0 and at most 1 (0.03 is 3 %), not {value!r}")
     return float(value)
 
 
 def check_seconds(name: str, value: float) -> float:
-    """Return ``value`` if it is a positive, finite number of seconds; ValueError otherwise."""
+    """Return ``value`` as a float; raise ValueError with ``name`` unless it is positive and finite."""
     if not 0 < value < float("inf"):
         raise ValueError(f"{name} is a positive number of seconds, not {value!r}")
     return float(value)

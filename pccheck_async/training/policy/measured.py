@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policies that profile, calibrate, and then decide by their measurements.
+"""The policies that measure steps and checkpoints first, and then choose the interval.
 
-Adaptive, Young-Daly and CheckFreq go by the cost of a checkpoint, PCcheck by its time with N in flight.
+Adaptive, Young-Daly and CheckFreq use the cost of a checkpoint to training, PCcheck its write time with N in flight.
 """
 
 from __future__ import annotations
@@ -31,36 +31,38 @@ __all__ = ["Adaptive", "AgeLimit", "CheckFreqInterval", "Measured", "PCcheckInte
 
 _MOST_SECONDS = 600.0
 _RETRY = 0.1
-"""Part of the age limit after which a checkpoint that failed is tried again where the limit was near."""
+"""After a failed checkpoint the next one is due no sooner than this part of :meth:`AgeLimit.apart` later."""
 _LEAP = 8
-"""The most by which an interval grows at a time: a high cost is measured again before all of it is believed."""
+"""The largest factor by which an interval grows at a time: a high cost is measured again before it grows more."""
 _WARM_UP = 2
-"""Steps that compile, allocate and fill caches: not like the others."""
+"""First steps that are not measured: they compile, allocate and fill caches."""
 _PROFILE = 5
 _CALIBRATIONS = 5
-"""Early checkpoints: the first pays for slots and staging memory, four measure the cost (one may be stray)."""
+"""Early checkpoints: the first pays for slots and staging memory, four measure the cost (one may be an outlier)."""
 _TAIL = (4, 32)
-"""Least and most clean steps to wait for where clean steps are scarce."""
+"""Least and most clean steps (no checkpoint in flight) to wait for where clean steps are scarce."""
 _SURE, _SURE_LATER, _MANY = 2.5, 1.75, 16
-"""Standard errors by which the cost must be over the budget before the interval grows: of few periods, and of many."""
+"""Standard errors by which the cost must exceed the budget before the interval grows: with few periods, and with many
+(from ``_MANY`` periods on)."""
 _FEWEST = 2
 """Fewest periods for an estimate of the cost."""
 _GO_UP = 1.02
-"""A longer interval that is not this much longer is not worth a word."""
+"""Factor by which the wanted interval must be longer than the present one before the present one grows."""
 _COME_DOWN = 0.85
-"""A shorter interval is taken only where it is this much shorter (hysteresis)."""
+"""A shorter interval is taken only if it is at most this part of the present one (hysteresis)."""
 _LEAVE_OUT_EVERY, _DOUBTFUL = 10, 4
-"""Periods after which an interval is left out where there are no clean steps otherwise: as a rule, and in doubt."""
+"""Periods without clean steps after which one checkpoint is postponed to get some: as a rule, and in doubt."""
 _JUST = 1.01
-"""Where N in flight just follow, by which one may seem not to."""
+"""Factor by which a checkpoint may exceed N periods before the N in flight count as waiting for each other."""
 _LEARN = 3
-"""Checkpoints from which the time of one is estimated when they do not pile up."""
+"""Checkpoints whose median estimates the time of a single one after the interval has grown because they piled up."""
 _TINY = 1e-9
-"""Seconds of a step that a coarse clock took for none."""
+"""Seconds of a step that a coarse clock measured as 0."""
 _BURSTS = 2
-"""Those that are compared each time: one alone may meet a hiccup. The very first pays for slots and staging memory."""
+"""Bursts of N checkpoints that are compared each time, as one may be slow by chance; the very first is not counted."""
 _STEPS, _SAVES, _DRIFT = 32, 3, 0.2
-"""Of PCcheck: steps of the median, checkpoints of an estimate of their time, and the least change of either."""
+"""For PCcheckInterval: steps of the median, checkpoints for an estimate of their time, and the least relative change
+of either that it follows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +70,11 @@ class Measured:
     """The measurements of a policy so far; 0 if not measured yet.
 
     Attributes:
-        step_seconds: A step with no checkpoint in flight (t).
-        save_seconds: A checkpoint, from admission to durable (Tw).
-        cost_seconds: The cost of one to training: stall and interference.
-        overhead: That as a share of the training time, waiting for a place included; None before the first checkpoint.
+        step_seconds: Seconds of a step with no checkpoint in flight (t).
+        save_seconds: Seconds of a checkpoint from admission to durability (Tw).
+        cost_seconds: Seconds that one checkpoint costs training: stall and interference.
+        overhead: Share of the training time that checkpoints cost, waits for a place in flight included; None before
+            the first checkpoint.
     """
 
     step_seconds: float
@@ -81,7 +84,7 @@ class Measured:
 
 
 class _Wanted(NamedTuple):
-    """An interval in steps, why it is not less, and whether because checkpoints would pile up."""
+    """An interval in steps, why it is not shorter, and whether the reason is that checkpoints would pile up."""
 
     steps: int
     why: str
@@ -91,8 +94,8 @@ class _Wanted(NamedTuple):
 class AgeLimit:
     """Decides when a checkpoint has to begin so that the newest durable one never gets older than ``most_seconds``.
 
-    A checkpoint that takes more than half of the limit leaves no time to keep it: then one begins as soon as the one
-    before it has ended. None is no limit.
+    If a checkpoint takes more than half of the limit, the limit cannot be kept: then each begins when the one before
+    should have ended. ``most_seconds=None`` is no limit.
     """
 
     def __init__(self, most_seconds: float | None) -> None:
@@ -102,12 +105,12 @@ class AgeLimit:
         self._begun: int | None = None  # the step of one without a known outcome
 
     def apart(self, save_seconds: float) -> float:
-        """Return the most seconds from one checkpoint to the next if each takes ``save_seconds`` to become durable."""
+        """Return the most seconds between the starts of two checkpoints if each is durable after ``save_seconds``."""
         most = float("inf") if self.most_seconds is None else self.most_seconds
         return max(most - save_seconds, save_seconds)
 
     def reached(self, report: StepReport, save_seconds: float) -> bool:
-        """Return, once after every step, whether to begin one now: another such step would be too long."""
+        """Return, once after every step, whether a checkpoint must begin now: after another step it would be late."""
         if self._durable is None:
             self._durable = self._newest = report.now - report.seconds
         if self.most_seconds is None:
@@ -122,7 +125,7 @@ class AgeLimit:
         self._newest, self._begun = report.now, report.step
 
     def saved(self, report: SaveReport) -> None:
-        """Called when any checkpoint is durable, requested by the policy or not."""
+        """Called when a checkpoint is durable, whether the policy or somebody else requested it."""
         began = report.now - report.seconds
         self._durable = began if self._durable is None else max(self._durable, began)
         self._newest = max(self._newest, began)
@@ -131,7 +134,7 @@ class AgeLimit:
 
 
 class Retrying(ABC):
-    """A policy that tries a skipped checkpoint again, after the next step."""
+    """Base class of policies that try a skipped checkpoint again after the next step."""
 
     _again = False
 
@@ -143,10 +146,10 @@ class Retrying(ABC):
 
     @abstractmethod
     def decision(self) -> Decision:
-        """Return the present interval, and why."""
+        """Return the present interval, with the reason for it."""
 
     def skipped(self, report: StepReport) -> None:
-        """Try again after the next step."""
+        """Called when a due checkpoint was not taken; the next step is due again."""
         self._again = True
 
     def _was_skipped(self) -> bool:
@@ -155,7 +158,7 @@ class Retrying(ABC):
 
 
 class Profiling(Retrying):
-    """The base of policies that measure before they decide."""
+    """Base class of policies that measure before they decide."""
 
     def __init__(self, overhead: float, max_in_flight: int, most_seconds: float | None) -> None:
         self._overhead = check_overhead(overhead)
@@ -168,7 +171,7 @@ class Profiling(Retrying):
         self._reason = f"measuring the first {_WARM_UP + _PROFILE} steps without a checkpoint"
 
     def decision(self) -> Decision:
-        """Return the present interval, and why."""
+        """Return the present interval (None until it is measured), with the reason for it."""
         seconds = None if self._interval is None else self._interval * self._step_seconds
         return Decision(self._interval, seconds, self._reason, self._age.most_seconds)
 
@@ -180,22 +183,22 @@ class Profiling(Retrying):
 class Adaptive(Profiling):
     """Checkpoint as often as a budget allows: by default 3 % of the training time, for stall and interference together.
 
-    k = max(ceil(C / (overhead t)), ceil(Tw / (N t))), all of it measured: C is the cost of a checkpoint to training, t
-    the time of a clean step, Tw that of a checkpoint to become durable. Follows CheckFreq's adaptive rule (FAST'21),
-    but also comes back down.
+    The interval is k = max(ceil(C / (overhead t)), ceil(Tw / (N t))) steps, from measured times: C is the seconds that
+    a checkpoint costs training, t the seconds of a clean step (no checkpoint in flight), Tw the seconds until a
+    checkpoint is durable. The rule is CheckFreq's adaptive one (FAST'21), but the interval can also shrink again.
 
     The first steps are timed without a checkpoint. Five early checkpoints follow, with some clean steps after each.
-    From then on every period (one checkpoint to the next) is priced by an :class:`OverheadMeter`. The interval grows
-    where the cost is over the budget by more than the noise explains, and shrinks where a much shorter one would do
-    even if the cost were somewhat higher than measured. Where all steps are busy, now and then an interval is left out.
+    From then on an :class:`OverheadMeter` measures the cost of every period (from one checkpoint to the next). The
+    interval grows if the cost exceeds the budget by more than the noise explains. It shrinks if a much shorter one
+    would keep the budget even at a somewhat higher cost. If no step is clean, now and then a checkpoint is postponed.
 
     Args:
         overhead: Budget as a share of the training time.
-        max_in_flight: Checkpoints in flight (N), as the engine has it.
-        most_seconds: Most age of the newest durable checkpoint, for which the budget is given up; None for no limit.
+        max_in_flight: The engine's setting of that name (N).
+        most_seconds: Most age of the newest durable checkpoint, which has precedence over the budget; None: no limit.
 
     Raises:
-        ValueError, TypeError: an argument makes no sense.
+        ValueError, TypeError: an argument is out of range, or of another type.
     """
 
     def __init__(
@@ -221,7 +224,7 @@ class Adaptive(Profiling):
     # -- the protocol
 
     def due(self, report: StepReport) -> bool:
-        """Return whether to checkpoint now."""
+        """Return whether to checkpoint after this step. Called once after every step."""
         overdue = self._age.reached(report, self._saves.upper)
         self._steps += 1
         if self._steps > _WARM_UP:
@@ -247,7 +250,7 @@ class Adaptive(Profiling):
         return True
 
     def saved(self, report: SaveReport) -> None:
-        """Add a checkpoint's seconds to the measurements."""
+        """Add the times of a durable checkpoint to the measurements."""
         self._age.saved(report)
         self._nbytes = report.nbytes
         self._longest = max(self._longest, report.seconds)
@@ -261,14 +264,14 @@ class Adaptive(Profiling):
                 self._learn_share()
 
     def measured(self) -> Measured:
-        """Return the measurements behind the decision."""
+        """Return the measurements that the interval is computed from."""
         meter = self._meter
         return Measured(meter.step_seconds, self._saves.median, max(0.0, meter.cost().seconds), meter.overhead)
 
     # -- which interval
 
     def _wanted(self, cost: float) -> _Wanted:
-        """Return the interval if a checkpoint costs ``cost`` seconds of training."""
+        """Return the interval for a checkpoint that costs ``cost`` seconds of training."""
         return max(self._for_budget(cost), self._for_storage(), key=attrgetter("steps"))
 
     @property
@@ -277,7 +280,7 @@ class Adaptive(Profiling):
 
     @property
     def _sustained(self) -> float:
-        """Seconds in which one checkpoint becomes durable if there are always some in flight."""
+        """Seconds per checkpoint that becomes durable while there are always N in flight."""
         return self._saturated if self._saturated is not None else self._saves.upper * self._share
 
     def _for_budget(self, cost: float) -> _Wanted:
@@ -298,7 +301,7 @@ class Adaptive(Profiling):
     # -- how it goes on
 
     def _complete(self) -> bool:
-        """Return whether the period is over."""
+        """Return whether the period is over, so that the next checkpoint may begin."""
         if not self._starts:
             return self._since >= _PROFILE
         if self._interval is None:
@@ -316,15 +319,15 @@ class Adaptive(Profiling):
 
     @property
     def _tail(self) -> int:
-        """Clean steps that are enough to compare with."""
+        """Number of clean steps that are enough to compare busy steps with."""
         return min(_TAIL[1], max(_TAIL[0], (self._interval or 0) // 2))
 
     def _scarce(self, periods: int) -> bool:
-        """Return whether the last ``periods`` periods had too few steps with none in flight to compare with."""
+        """Return whether the last ``periods`` periods had too few clean steps to compare busy steps with."""
         return self._left_out >= periods and self._meter.clean_in(periods) < self._tail
 
     def _price(self) -> None:
-        """End the period, and choose the interval anew."""
+        """End the period in the meter, and choose the interval anew from its cost."""
         if not self._starts:
             self._meter.close(first=True)
             self._reason = "checkpointing early, to learn what one costs"
@@ -360,10 +363,10 @@ class Adaptive(Profiling):
             self._take(likely, "down")
 
     def _confirm(self) -> None:
-        """Take a longer interval back if the steps have become slower, and not the checkpoints dearer.
+        """Take back the last growth of the interval if clean steps have become slower or faster since.
 
-        The clean steps in the comparison were older than that, and the longer the interval the later the next ones
-        would show it.
+        The cost was then computed with older clean steps: the steps had changed, not the cost of checkpoints. With the
+        longer interval the next clean steps would come later.
         """
         assert self._before is not None
         before, self._before = self._before, None
@@ -395,10 +398,10 @@ class Adaptive(Profiling):
         )
 
     def _learn_share(self) -> None:
-        """Compute, from the costs of checkpoints together and alone, how much being several helps on this storage.
+        """Compute how much N checkpoints in flight speed up this storage, from times of several and of single ones.
 
-        If a single checkpoint saturates it, it does not help: then N in flight take N times as long each, and the time
-        of one that is alone, divided by N, would be an interval at which they pile up again.
+        If a single checkpoint saturates the storage, several do not help: each of N in flight takes N times as long,
+        and at an interval of the seconds of a single one divided by N they would pile up again.
         """
         assert self._saturated is not None
         self._share = min(1.0, max(self._share, self._saturated / max(_TINY, median(self._alone))))
@@ -416,12 +419,12 @@ class Adaptive(Profiling):
 class YoungDaly(Adaptive):
     """Checkpoint at Daly's higher-order optimum for the measured cost, but never more often than :class:`Adaptive`.
 
-    The optimum (:func:`~pccheck_async.training.policy.daly_seconds`) weighs the work lost at a failure against
-    the cost of checkpoints; a cheap one would make it more frequent than the storage can follow, or the budget allows.
-    These bounds are above the floor f_min too: at N in flight a checkpoint takes Tw / N >= m / B.
+    The optimum (:func:`~pccheck_async.training.policy.daly_seconds`) weighs the work lost at a failure against the cost
+    of checkpoints. If these are cheap, it would be more often than the storage or the budget allows, so the interval of
+    :class:`Adaptive` is a lower bound. (That is no less than f_min, because Tw / N >= m / B with N in flight.)
 
     Args:
-        mtbf_seconds: Mean time between failures of the job (of one machine, divided by their number).
+        mtbf_seconds: Mean seconds between failures of the job: those of one machine, divided by the number of machines.
         overhead, max_in_flight, most_seconds: See :class:`Adaptive`.
     """
 
@@ -445,20 +448,21 @@ class YoungDaly(Adaptive):
 
 
 class CheckFreqInterval(Adaptive):
-    """CheckFreq (FAST'21): one checkpoint in flight, k from Algorithm 1, then from the measured cost.
+    """CheckFreq (FAST'21): one checkpoint in flight, an interval of k steps from Algorithm 1, then from measured costs.
 
-    Step (Ti), copy (Tc) and persist time (Ts) are profiled; To is at first computed from them by Algorithm 1, and from
-    the first change on the measured cost. Unlike the published rule this one comes back down.
+    The seconds of a step (Ti), of the copy (Tc) and of the write (Ts) are measured first. The cost of a checkpoint (To)
+    is at first computed from them by Algorithm 1 (:func:`.checkfreq_interval`), and then measured. Unlike in the
+    published rule, the interval can also shrink again.
 
     Args:
         overhead: Budget as a share of the training time (p).
-        update_seconds: Part of a step that is the weight update (CheckFreq's Tw); 0 where unknown.
-        device_copy_seconds: A copy of the state on the device (Tg); None if there is none.
+        update_seconds: Seconds of the weight update in a step (CheckFreq's Tw); 0 if unknown.
+        device_copy_seconds: Seconds to copy the state on the device (Tg); None if that is not possible.
         device_free_bytes: Free device memory.
         most_seconds: See :class:`Adaptive`.
 
     Attributes:
-        choice: The result of Algorithm 1 for the profile; None before its end.
+        choice: The result of Algorithm 1 for the first measurements; None before that.
     """
 
     def __init__(
@@ -501,15 +505,16 @@ class CheckFreqInterval(Adaptive):
 class PCcheckInterval(Profiling):
     """Checkpoint every f* = ceil(Tw(N) / (N q t)) steps, never under f_min = ceil(m / (B q t)) (PCcheck, section 3.4).
 
-    q = 1 + overhead is the tolerated slowdown. The first steps give t. Then N checkpoints in a row (three times, of
-    which the quicker of the last two counts) give Tw(N), the time of one with N in flight, and B, the bandwidth of all
-    together. Where two checkpoints and more take longer than N in flight can follow, f* grows. Where they take
-    a fifth less than they used to, N in a row are measured again; a single one does not show the time of N.
+    q = 1 + overhead is the tolerated slowdown, and m the bytes of a checkpoint. The first steps give t, the seconds of
+    a step. Then a burst of N checkpoints after consecutive steps gives Tw(N), the seconds of each with N in flight, and
+    B, the bandwidth of all together. Three bursts are made: the first is ignored, and the better values of the other
+    two are used. If later two checkpoints or more take longer than f* allows, f* grows. If they take a fifth less than
+    before, bursts are made again, because single checkpoints do not show Tw(N).
 
     Args:
         overhead: Tolerated slowdown (q - 1).
-        max_in_flight: N, as the engine has it.
-        most_seconds: Most age of the newest durable checkpoint, for which f* is given up; None for no limit.
+        max_in_flight: The engine's setting of that name (N).
+        most_seconds: Most age of the newest durable checkpoint, which has precedence over f*; None: no limit.
     """
 
     def __init__(
@@ -530,7 +535,7 @@ class PCcheckInterval(Profiling):
         self._settled_at = 0
 
     def due(self, report: StepReport) -> bool:
-        """Go by the steps since the last checkpoint."""
+        """Return whether to checkpoint after this step. Called once after every step."""
         overdue = self._age.reached(report, self._saves.upper)
         due = self._is_due(report) or overdue
         if due:
@@ -563,7 +568,7 @@ class PCcheckInterval(Profiling):
         return False
 
     def saved(self, report: SaveReport) -> None:
-        """Add a checkpoint's seconds to the measurements."""
+        """Add the seconds of a durable checkpoint to the measurements."""
         self._age.saved(report)
         self._nbytes = report.nbytes
         if self._left is not None:
@@ -578,7 +583,7 @@ class PCcheckInterval(Profiling):
 
     @property
     def floor(self) -> int | None:
-        """f_min, the interval that no scheme can go below on this storage; None before it was measured."""
+        """f_min, the fewest steps between checkpoints that this storage allows any method; None if not measured yet."""
         if not self._bandwidth:
             return None
         return interval_floor(self._nbytes, self._bandwidth, self._step_seconds, 1 + self._overhead)
@@ -612,7 +617,7 @@ class PCcheckInterval(Profiling):
         self._settle(report, "measured with as many in flight")
 
     def _follow(self, report: StepReport) -> None:
-        """Keep up with checkpoints that take longer, and with steps that take another time."""
+        """Choose the interval anew if checkpoints have become slower, or steps slower or faster."""
         now = self._saves.median
         if len(self._saves.values) > 1 and self._f_star(now) > (self._interval or 0):
             self._seconds = min(now, max(self._seconds, self._step_seconds) * _LEAP)

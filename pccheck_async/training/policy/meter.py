@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cost of a checkpoint to training, measured against clean steps; and the level of noisy values that may change."""
+"""Measures the cost of a checkpoint to training by comparing busy with clean steps; and a robust running median.
+
+A step is busy if a checkpoint was in flight in it, and else clean.
+"""
 
 from __future__ import annotations
 
@@ -14,31 +17,34 @@ from pccheck_async.engine import StepReport
 __all__ = ["Level", "OverheadMeter"]
 
 _CLEAN_ENOUGH = 8
-"""Clean steps without which the reference goes further back than one period."""
+"""Clean steps in the last two periods below which clean steps of older periods are used, too."""
 _WINDOW = 31
-"""Periods that count."""
+"""Newest periods that the cost is the median of."""
 _STRAY = 4.0
-"""A clean step so many times as long as all others in the comparison is ignored."""
+"""A step more than this factor longer than the next longest of its kind is counted as the next longest."""
 _BEYOND_NOISE = 2.5
 _SOME = 3
 _MOVED = 3.0
 _LEAST_MOVE = 0.02
 _MEDIAN = 1.25
-"""Standard error of a median, in those of a mean."""
+"""Standard error of a median, divided by the standard error of a mean."""
 _NORMAL = 1.48
-"""Standard deviation, in medians of absolute deviations."""
+"""Standard deviation of a normal distribution, divided by the median of absolute deviations."""
 _DEVIATIONS = 128
 _SAMPLES = 16
 
 
 class Level:
-    """A window of measurements: their median, from which a single stray one takes nothing.
+    """A window of measurements with a median that a single outlier does not move.
 
-    Three in a row on one side of the older ones, by more than the tolerance, or two by more than twice that, are a
-    change: the older ones are forgotten. The first measurement is forgotten with the second, if ``odd_first``: the
-    first checkpoint pays for everything that is made only once (slots, staging memory, a plan).
+    If the last three measurements are all above, or all below, the median of the older ones by more than the tolerance,
+    or the last two by more than twice the tolerance, that is a change: the older ones are forgotten.
 
-    ``window`` measurements are kept; ``tolerance`` is a relative difference that is no change.
+    Args:
+        window: Measurements that are kept.
+        tolerance: Relative difference that is no change.
+        odd_first: Whether the first measurement is dropped when the second comes: the first checkpoint pays for
+            everything that is made only once (slots, staging memory, a plan).
     """
 
     def __init__(self, window: int = 9, tolerance: float = 0.15, *, odd_first: bool = False) -> None:
@@ -49,7 +55,7 @@ class Level:
         self._confirmed = 0  # those that were a change together: none of them is stray
 
     def add(self, value: float, tolerance: float = 0.0) -> bool:
-        """Take a measurement; ``tolerance`` is its own in absolute terms. Return whether it is a change."""
+        """Add a measurement; return whether it completes a change by more than an absolute ``tolerance``, too."""
         if self._odd_first and len(self.values) == 1:
             self.values.clear()
             self._odd_first = False
@@ -70,13 +76,13 @@ class Level:
 
     @property
     def median(self) -> float:
-        """The middle of the window, of two the smaller; 0 where nothing was measured."""
+        """Median of the window, but of two values the smaller: the other may be an outlier. 0 without measurements."""
         count = len(self.values)
         return (self._ranked((count - 1) // 2) + self._ranked(count // 2)) / 2
 
     @property
     def upper(self) -> float:
-        """An upper bound of three of four measurements, without one that may be stray; 0 of none."""
+        """Third quartile, but at most the second largest value: one may be an outlier. 0 without measurements."""
         return self._ranked((3 * len(self.values) - 1) // 4)
 
     def _ranked(self, rank: int) -> float:
@@ -86,7 +92,7 @@ class Level:
 
     @property
     def deviation(self) -> float:
-        """Standard deviation of one measurement, from the median of the absolute deviations; 0 of less than three."""
+        """Standard deviation, from the median of absolute deviations; 0 with fewer than three measurements."""
         if len(self.values) < 3:
             return 0.0
         middle = self.median
@@ -94,7 +100,7 @@ class Level:
 
 
 class Cost(NamedTuple):
-    """Seconds of training that one checkpoint costs, stall and interference: median of some periods, standard error."""
+    """Seconds that one checkpoint costs training by stall and interference: median of the periods, standard error."""
 
     seconds: float
     error: float
@@ -102,7 +108,7 @@ class Cost(NamedTuple):
 
 @dataclass(slots=True)
 class _Steps:
-    """Steps of one kind in a period."""
+    """Number, sum and longest times of the steps of one kind (busy or clean) in a period."""
 
     count: int = 0
     seconds: float = 0.0
@@ -114,7 +120,7 @@ class _Steps:
 
     @property
     def mean(self) -> float:
-        """Their mean; one that alone is far longer than all others (data was late) counts as the next longest."""
+        """Mean seconds; a step that is far longer than all others (data was late) is counted as the next longest."""
         if not self.count:
             return 0.0
         second, longest = self.longest[0], self.longest[-1]
@@ -122,13 +128,13 @@ class _Steps:
 
 
 class OverheadMeter:
-    """Splits training into periods, from one checkpoint to the next, and prices each.
+    """Splits training into periods, from one checkpoint to the next, and computes the cost of each.
 
-    A period costs the stalls in it, and the excess time of its busy steps (a checkpoint in flight) over clean ones. The
-    clean ones are the nearest: the tail of the period itself and that of the one before, so that a machine that gets
-    slower or faster as a whole is not taken for interference. Within a period means are compared with means: a median
-    would pass over the few steps that a checkpoint hits hardest, and find interference where every tenth step is slow
-    of its own accord. The median is taken over periods, whose stray ones it passes over.
+    The cost is the stalls in the period, plus the seconds by which its busy steps (a checkpoint in flight) exceed clean
+    ones. They are compared with the nearest clean steps, those at the end of the same period and of the one before, so
+    that a machine that gets slower or faster as a whole is not taken for interference. Within a period means are
+    compared: a median would ignore the few steps that a checkpoint slows down most, and find interference where every
+    tenth step is slow anyway. The cost of a checkpoint is the median over periods, which ignores outliers among them.
     """
 
     def __init__(self) -> None:
@@ -142,13 +148,13 @@ class OverheadMeter:
         self.restart()
 
     def restart(self) -> None:
-        """Begin the period anew."""
+        """Begin a new period: drop the steps since the last one ended."""
         self._stall = 0.0
         self._busy, self._idle = _Steps(), _Steps()
         self._samples: deque[float] = deque(maxlen=_SAMPLES)
 
     def step(self, report: StepReport) -> None:
-        """Take a step."""
+        """Add a step to the period."""
         self._stall += report.stall
         step = _Steps(1, report.seconds, (report.seconds,))
         if report.in_flight:
@@ -158,10 +164,12 @@ class OverheadMeter:
             self._samples.append(report.seconds)
 
     def close(self, *, first: bool = False, counted: bool = True) -> None:
-        """End the period, since the next checkpoint begins.
+        """End the period, because the next checkpoint begins, and begin a new one.
 
-        The ``first`` had no checkpoint: only clean steps, for comparison. If checkpoints waited for each other, the
-        cost of the period is not that of a checkpoint, and is not ``counted``.
+        Args:
+            first: Whether the period had no checkpoint: its clean steps are kept for comparison, and no cost is added.
+            counted: False if checkpoints waited for each other: the period's cost is then not that of a checkpoint, and
+                is added to the overhead alone.
         """
         busy = self._busy.count
         steps = busy + self._idle.count
@@ -184,12 +192,12 @@ class OverheadMeter:
         self.restart()
 
     def forget(self) -> None:
-        """Forget the costs of checkpoints, except for the last ones."""
+        """Forget the costs of all periods but the last two."""
         del self._costs.values[:-2]
 
     @property
     def moved(self) -> bool:
-        """Whether the clean steps of this period take another time than those before it."""
+        """Whether clean steps of this period are slower or faster than those before, by more than noise."""
         idle, before = self._idle, self._reference()
         if idle.count < _SOME or before.count < _SOME:
             return False
@@ -198,38 +206,38 @@ class OverheadMeter:
 
     @property
     def clean(self) -> int:
-        """Clean steps in this period."""
+        """Number of clean steps in this period so far."""
         return self._idle.count
 
     def clean_in(self, periods: int) -> int:
-        """Return how many clean steps the last periods had."""
+        """Return the number of clean steps in the last ``periods`` ended periods."""
         return sum(tail.count for tail in list(self._tails)[-periods:])
 
     @property
     def clean_age(self) -> int:
-        """Whole periods since there was a clean step."""
+        """Number of periods that have ended since the last one with a clean step."""
         return next((age for age, tail in enumerate(reversed(self._tails)) if tail.count), len(self._tails))
 
     @property
     def step_seconds(self) -> float:
-        """Seconds that a step takes while no checkpoint is in flight (median); 0 before the first such step."""
+        """Seconds of a clean step (median); 0 before the first period with one has ended."""
         return self._clean.median
 
     @property
     def overhead(self) -> float | None:
         """Median share of the training time lost to stalls and interference; None before the first period's end.
 
-        Periods in which checkpoints waited for each other count, too, unlike in :meth:`cost`.
+        Unlike in :meth:`cost`, periods in which checkpoints waited for each other are included.
         """
         return self._overheads.median if self._overheads.values else None
 
     @property
     def periods(self) -> int:
-        """Periods that the cost is the median of."""
+        """Number of periods that the cost is the median of."""
         return len(self._costs.values)
 
     def cost(self) -> Cost:
-        """Return the cost of a checkpoint, and its error."""
+        """Return the median cost of a checkpoint and its standard error, both 0 before the first period."""
         count = len(self._costs.values)
         if not count:
             return Cost(0.0, 0.0)
@@ -243,7 +251,7 @@ class OverheadMeter:
         return Cost(self._costs.median, error)
 
     def _take_tail(self) -> bool:
-        """Keep the clean steps of the period; return whether steps take another time than in the periods before."""
+        """Keep the period's clean steps; if they have become slower or faster, forget older ones, and return True."""
         moved = self.moved
         if moved:
             self._tails.clear()
