@@ -22,6 +22,9 @@ HABITS = {
         r"Do(es)? (the same|what|as|so|it|this|that)\b|The same (as|for|of)\b|Same as\b|As [`:\w.~]+ does\b"
         r"|(See|Look) (whether|if|what)\b"
     ),
+    "a pronoun or a genitive in place of a noun: name the thing": re.compile(
+        r"(Of|That|Those|It|Its|They|Their|Them|These|As)\b"
+    ),
     "a clause in place of a noun: name the thing": re.compile(r"(What|Whatever|Who|Whoever|Whom|Whomever)\b"),
 }
 
