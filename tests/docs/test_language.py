@@ -23,7 +23,7 @@ HABITS = {
         r"|(See|Look) (whether|if|what)\b"
     ),
     "a pronoun or a genitive in place of a noun: name the thing": re.compile(
-        r"(Of|That|Those|It|Its|They|Their|Them|These|As)\b"
+        r"(Of|That|Those|It|Its|They|Their|Them|These|As(?! many| much))\b"
     ),
     "a clause in place of a noun: name the thing": re.compile(r"(What|Whatever|Who|Whoever|Whom|Whomever)\b"),
 }
@@ -92,6 +92,9 @@ def test_every_exception_is_needed() -> None:
         ("See whether it is there.", True),
         ("What came of it.", True),
         ("Whoever has it last.", True),
+        ("Of a checksum in a table.", True),
+        ("Those of all ranks.", True),
+        ("Its identity.", True),
         ("Called for each durable checkpoint.", False),
         ("Letters of a name.", False),
         ("Known names: all others are refused.", False),
