@@ -264,7 +264,7 @@ def _look(name: Path) -> Source | None:
 
 
 def _check_place(name: Path, kind: Source) -> None:
-    """Raise FileNotFoundError, UnsupportedStateError if a file or folder of unknown format cannot be of ``kind``."""
+    """Raise FileNotFoundError or UnsupportedStateError if ``name``, of no recognised format, cannot be a ``kind``."""
     if kind in ("dcp", "transformers") and not name.is_dir():
         raise FileNotFoundError(f"{name} is a file; give the folder that {_FOLDERS[kind]} saved to")
     if kind == "dcp":

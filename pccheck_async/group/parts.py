@@ -66,7 +66,7 @@ class SeenStore(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
 
 def run_id(number: int, nonce: int) -> bytes:
-    """Return the 16 bytes that stand for a run of a group in a line."""
+    """Return the 16-byte id of a run of a group, as :class:`Line` and its links have it."""
     return number.to_bytes(8, "big") + nonce.to_bytes(8, "big")
 
 

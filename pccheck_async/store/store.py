@@ -351,11 +351,11 @@ class Store:
             await self._replace_record(make(self.committed.record))
 
     async def begin_line(self, line: Line) -> None:
-        """Write a record that names the same checkpoints and has another line, which all later records have, too.
+        """Write a record that names the same checkpoints and has a new :class:`Line`, which all later records keep.
 
         The record overwrites the newest one, so that the superseded checkpoints of the one before stay readable. A
-        torn write leaves the one or the other: they differ in the header, which is one sector, and after the body. If
-        checkpoints are known to be damaged or were adopted, it is written like any other record.
+        torn write leaves one of the two valid: they differ only in the header, which fits in one sector, and in the
+        bytes behind the body. If checkpoints are known to be damaged or were adopted, it is written like any other.
 
         Durability: when this returns the line survives power loss. Raises StoreFailedError.
         """

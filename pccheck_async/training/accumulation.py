@@ -92,7 +92,7 @@ class _Watched:
         return [] if optimizer is None else _gradients(optimizer, self.sample)
 
     def note_used(self, sample: int | None) -> None:
-        """Mark ``sample`` of the optimizer's gradients (None: all) as used."""
+        """Mark gradients as used: all, or as many as ``sample``; only so many are checked from now on."""
         self.sample = sample
         gradients = self.gradients()
         for gradient, version in zip(gradients, _versions(gradients), strict=True):

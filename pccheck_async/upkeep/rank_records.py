@@ -92,9 +92,9 @@ class RankStores:
 
 
 async def read_ranks(opened: OpenMedium, folder: Path, *, search: bool = False) -> RankStores:
-    """Read the records of all ranks; with ``search``, records that are or may be older than others' are taken for lost.
+    """Read the records of all ranks. With ``search``, a rank whose newest record may be missing counts as lost.
 
-    Raises NewerFormatError, ReadError.
+    That is one whose records are older than other ranks', or may be. Raises NewerFormatError, ReadError.
     """
     stores, identities, torn = RankStores(), dict[int, Identity](), list[int]()
     for rank, path in rank_folders(folder).items():

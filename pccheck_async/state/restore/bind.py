@@ -307,9 +307,9 @@ class _Binding:
         return True
 
     def conflicts(self) -> list[str]:
-        """Drop live arrays that are not strict and would overwrite another one: they get new memory.
+        """Give new memory to one of each two live arrays that would overwrite each other, if one need not be filled.
 
-        Return a message for each pair of strict arrays, one of which would overwrite the other.
+        Return a message for each pair in which both must be filled in place (are strict).
         """
         troubles = []
         for one, other in _overlapping([live for live in self._live.values() if live.entry.storage is not None]):
