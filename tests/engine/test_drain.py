@@ -601,6 +601,23 @@ def test_a_rate_limit_spreads_the_objects_over_time(
     assert times[3] - times[0] > 0.5, "four objects of a quarter of a second each"
 
 
+def test_no_memory_is_sent_from_twice(tmp_path: Path, lying: LyingObjects, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that was given up may still be sending: other bytes under its name would be damage."""
+    monkeypatch.setattr(upload, "OBJECT_BYTES", 1 << 18)
+    put, sending = lying.put, list[tuple[Any, bytes]]()
+
+    async def noted(key: str, data: Any) -> None:
+        sending.append((data, bytes(data)))
+        await put(key, data)
+
+    lying.put = noted  # type: ignore[method-assign]
+    storage = StorageOptions(chunk_bytes=1 << 18)
+    with SyncCheckpointEngine(tmp_path / "run", storage=storage, drain=Drain("s3://lying/run")) as engine:
+        engine.checkpoint({"weights": torch.rand(1 << 19)}, step=1).wait_reached("remote", 20)
+    assert len(sending) > 8
+    assert all(bytes(data) == then for data, then in sending)
+
+
 def test_a_rejection_means_nothing_for_another_branch(tmp_path: Path, url: str) -> None:
     """Counters repeat on other disks: what is rejected here is not what has its counter there."""
     with SyncCheckpointEngine(tmp_path / "one", drain=Drain(url, keep_last=5)) as engine:

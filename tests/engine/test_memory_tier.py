@@ -139,6 +139,28 @@ def test_the_machine_is_lost(tmp_path: Path, tier: MemoryTier) -> None:
     assert restored_by(tmp_path, tier) == (5, "memory")
 
 
+def test_what_a_run_goes_on_from_stays_until_its_first_checkpoint_is_there(tmp_path: Path, tier: MemoryTier) -> None:
+    train(tmp_path, tier, range(5), on_disk=range(2, 3))
+
+    def killed_in_its_first_save() -> int:
+        engine = engine_on(tmp_path, tier).open()
+        restored = engine.restore(state_of(-1))
+        assert restored is not None
+        entered = threading.Event()
+
+        async def hang(self: Alone, *arguments: Any, **named: Any) -> None:
+            entered.set()
+            await asyncio.sleep(3600)
+
+        Alone.commit_in_memory = hang  # type: ignore[method-assign]  # in a process of its own
+        engine.checkpoint(state_of(5), step=5, tier="memory")
+        assert entered.wait(60)
+        return restored.step
+
+    assert in_child(killed_in_its_first_save) == 4
+    assert restored_by(tmp_path, tier) == (4, "memory")
+
+
 # -- what memory must not bring back
 
 
@@ -418,10 +440,11 @@ def test_a_disk_is_no_memory(tmp_path: Path) -> None:
         engine_on(tmp_path / "run", MemoryTier(path=str(tmp_path))).open()
 
 
+@pytest.mark.parametrize("free", [100_000, 1_000_000], ids=["for no slot", "for one of several"])
 def test_memory_that_is_too_small_is_told_and_the_disk_goes_on(
-    tmp_path: Path, tier: MemoryTier, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tier: MemoryTier, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, free: int
 ) -> None:
-    monkeypatch.setattr("pccheck_async.engine.memory.free_bytes", lambda folder: 100_000)
+    monkeypatch.setattr("pccheck_async.engine.memory.free_bytes", lambda folder: free)
     with engine_on(tmp_path, tier) as engine:
         info = engine.checkpoint(state_of(1, 100_000), step=1).result(60)
         assert info.step == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,24 @@ def test_two_checkpoints_of_one_name_are_refused(tmp_path: Path) -> None:
         save(engine, 6, "last")
 
 
+def test_of_two_threads_that_save_under_one_name_one_is_refused(tmp_path: Path) -> None:
+    class Slow:
+        """While its state is being read, another thread saves."""
+
+        def state_dict(self) -> dict[str, int]:
+            with ThreadPoolExecutor() as threads:
+                threads.submit(save, engine, 1, "best").result(60)
+            return {"n": 1}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            raise NotImplementedError
+
+    with SyncCheckpointEngine(tmp_path) as engine:
+        with pytest.raises(ValueError, match="'best' already"):
+            engine.checkpoint({"slow": Slow()}, step=2, name="best")
+        assert [(info.step, info.name) for info in engine.checkpoints()] == [(1, "best")]
+
+
 def test_a_name_in_flight_is_taken() -> None:
     engine, stuck, _ = stuck_engine()
     try:
@@ -156,6 +175,25 @@ def test_removal_waits_for_what_it_removes_and_for_what_would_be_left(tmp_path: 
             assert [info.name for info in engine.checkpoints()] == ["new"]
 
     asyncio.run(main())
+
+
+def test_removal_of_all_others_waits_for_one_in_flight() -> None:
+    engine, stuck, _ = stuck_engine(keep_last=2)
+    try:
+        save(engine, 1)
+        stuck.hold("reserve", "write", "flush")
+        engine.checkpoint(state_of(2), step=2)
+        stuck.wait_stuck()
+        with ThreadPoolExecutor() as threads:
+            removal = threads.submit(engine.remove, step=1)
+            with pytest.raises(TimeoutError):
+                removal.result(0.3)
+            stuck.release()
+            assert [info.step for info in removal.result(30)] == [1]
+        assert [info.step for info in engine.checkpoints()] == [2]
+    finally:
+        stuck.release()
+        engine.close()
 
 
 @pytest.mark.slow

@@ -188,6 +188,35 @@ def test_an_apply_waits_for_the_next_prepare_unless_somebody_waits_for_it() -> N
     assert group.done[0][-1] == Admit(3)
 
 
+def test_a_slot_is_free_only_when_the_record_without_it_is_durable() -> None:
+    group = Group(max_in_flight=3)
+    group.save_all(1)
+    for rank in range(2):
+        group.carry_out(rank, group.members[rank].pin(1, True))
+    group.deliver()
+    for rank in range(2):
+        group.flush(rank)
+    group.save_all(2)
+    for rank in range(2):
+        group.carry_out(rank, group.members[rank].drain())
+        group.flush(rank)
+    assert [part.entry.counter for part in group.last(0, WriteRecord).parts] == [1, 0]
+    for step in (3, 4):
+        for rank in range(2):
+            group.save(rank, step)
+    group.write(0, 2, 3)  # the record that prepares it is being written
+    group.write(0, 3, 4)
+    for rank in range(2):
+        group.carry_out(rank, group.members[rank].remove(1, force=False))
+    group.deliver()
+    group.flush(0)
+    assert [part.entry.counter for part in group.last(0, WriteRecord).parts] == [3, 2, 1]
+    assert group.save(0, 5) == 4
+    assert Admit(4) not in group.done[0]  # the durable record names the removed one, and the next one the new one
+    group.flush(0)
+    assert Admit(4) in group.done[0]
+
+
 def test_a_failed_write_fails_it_on_all_ranks() -> None:
     group = Group()
     for rank in range(2):

@@ -52,6 +52,8 @@ from pccheck_async.medium.files import Files
 from pccheck_async.medium.open_medium import OpenMedium
 from pccheck_async.medium.status_file import STATUS_NAME, Published, encode_status
 from pccheck_async.store import Store, StoreReader, at_once, rank_name
+from pccheck_async.upkeep import recover
+from pccheck_async.upkeep.rank_records import lock_ranks
 from tests.store.test_status_file import EXAMPLE, published
 from tests.support.group_folders import end_ranks, save_in_group, spoil, start_ranks, state_of_rank
 from tests.support.limits import limited_descriptors
@@ -850,6 +852,23 @@ def test_no_part_of_another_run_is_taken_for_that_of_a_checkpoint(
     assert "No whole slot is one to name (see its note). Nothing was written." in said
     assert "no whole slot is one to name" in pccheck("recover", folder, "--write", status=3)
     assert not any(commit.read_bytes())
+
+
+@pytest.mark.slow
+def test_a_record_that_came_back_before_the_ranks_were_locked_stays(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = folder / "rank-00001" / "commit"
+    data = commit.read_bytes()
+    commit.unlink()
+
+    async def lock_late(*arguments: Any) -> None:
+        commit.write_bytes(data)
+        await lock_ranks(*arguments)
+
+    monkeypatch.setattr(recover, "lock_ranks", lock_late)
+    assert stores.recover(folder, write=True).written == ()
+    assert commit.read_bytes() == data
 
 
 @pytest.mark.slow

@@ -252,6 +252,26 @@ def test_other_sizes_are_refused_inside_an_epoch_and_taken_at_its_end(
     assert saved_after(1, tmp_path / "whole", **change)[0] == 0  # what the loop does at the epoch's end is done again
 
 
+def test_a_pass_beside_the_epoch_leaves_its_position_alone() -> None:
+    def loader_of() -> Any:
+        accelerator = accelerator_of()
+        _, loader = accelerator.prepare(network(), DataLoader(DATA, batch_size=4, shuffle=True))
+        return adapter.training_state(accelerator, loader)["loader"]
+
+    loader, saved, rest = loader_of(), None, list[torch.Tensor]()
+    for epoch in loader.epochs(1):
+        for number, (batch,) in enumerate(epoch):
+            if saved is not None:
+                rest.append(batch)
+            elif number == 2:
+                assert sum(len(each) for (each,) in loader) == len(DATA)
+                saved = loader.state_dict()
+    resumed = loader_of()
+    resumed.load_state_dict(saved)
+    found = [batch for epoch in resumed.epochs(1) for (batch,) in epoch]
+    assert torch.equal(torch.cat(found), torch.cat(rest))
+
+
 def without(state_dict: Callable[[Any], dict[str, Any]], new: str) -> Callable[[Any], dict[str, Any]]:
     """Return it as it was before it had that field."""
     return lambda self: {name: value for name, value in state_dict(self).items() if name != new}

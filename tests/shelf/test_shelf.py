@@ -189,6 +189,18 @@ def test_a_transaction_inside_another(path: Path) -> None:
         assert shelf.config == {"n": 1}
 
 
+def test_what_is_assigned_inside_another_transaction_is_undone_to_what_that_one_had_changed(path: Path) -> None:
+    with Shelf(path, MIB) as shelf:
+        shelf["config"] = {"lr": [1]}
+        with shelf.transaction("config"):
+            shelf.config["lr"].append(2)
+            with undone(shelf):
+                shelf["config"] = {"lr": []}
+            assert shelf.config == {"lr": [1, 2]}
+    with Shelf(path) as shelf:
+        assert shelf.config == {"lr": [1, 2]}
+
+
 def test_containers_change_in_transactions(path: Path) -> None:
     with Shelf(path, MIB) as shelf:
         shelf["state"] = {"step": 0, "w": torch.zeros(3), "history": []}

@@ -1624,6 +1624,26 @@ def test_an_export_is_durable_before_it_has_its_name(
         assert sizes[-1:] == [found.st_size], part
 
 
+@pytest.mark.parametrize("to", ["torch", "safetensors", "dcp"])
+def test_an_export_that_replaces_another_has_its_name_durably(
+    tmp_path: Path, to: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "store", {"tensor": torch.arange(3000)})
+    (tmp_path / "out").mkdir()
+    out = tmp_path / "out" / "file"
+    stores.export(tmp_path / "store", out, to=to)
+    fsync, seen = os.fsync, list[tuple[int, int]]()
+
+    def noted(fd: int) -> None:
+        seen.append((os.fstat(fd).st_ino, out.stat().st_ino))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    stores.export(tmp_path / "store", out, to=to, overwrite=True)
+    assert seen[-1] == (out.parent.stat().st_ino, out.stat().st_ino)
+    assert seen[0][1] != seen[-1][1]
+
+
 @pytest.fixture(params=[True, False], ids=["renameat2", "without"])
 def _renameat2(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the filesystem renames to a new name only, as NFS does not."""

@@ -21,7 +21,7 @@ from torch import nn
 
 from pccheck_async import CheckpointEngine, Keep, StorageOptions, SyncCheckpointEngine, list_checkpoints, load_sync
 from pccheck_async.engine import Decision, Guard, SaveReport, StepReport, flight_of
-from pccheck_async.errors import UnsupportedStateError, WriteError
+from pccheck_async.errors import DamagedError, UnsupportedStateError, WriteError
 from pccheck_async.testing import CrashDisk, CrashWriter, StuckWriter
 from pccheck_async.testing.probe import probe
 from pccheck_async.training import TrainingStep
@@ -493,6 +493,29 @@ def test_a_checkpoint_by_hand_of_that_step_or_a_later_one_holds_it(
         if by_hand is not None:
             engine.checkpoint(model.state, step=by_hand)
     assert [info.step for info in list_checkpoints(tmp_path)] == (saved if by_hand is not None else [2, 9])
+
+
+@pytest.mark.parametrize("attach", [False, True])
+def test_what_a_restore_that_failed_has_filled_is_not_saved_as_the_last_step(tmp_path: Path, attach: bool) -> None:
+    weight = nn.Parameter(torch.zeros(1 << 20))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    state = {"weight": weight, "optimizer": optimizer}
+    storage = StorageOptions(chunk_bytes=1 << 18)
+    with SyncCheckpointEngine(tmp_path, interval=100, storage=storage) as engine:
+        if attach:
+            engine.attach(optimizer)
+        engine.checkpoint(state, step=7).result()
+        for step in range(2):
+            with engine.step(state, step):
+                weight.grad = torch.ones_like(weight)
+                optimizer.step()
+        for slot in tmp_path.glob("slot-*"):
+            with slot.open("r+b") as file:
+                file.seek(15 << 18)
+                file.write(b"damage")
+        with pytest.raises(DamagedError):
+            engine.restore(state, step=7)
+    assert [info.step for info in list_checkpoints(tmp_path)] == [7]
 
 
 @pytest.mark.parametrize("told", [False, True])

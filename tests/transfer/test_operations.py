@@ -601,6 +601,25 @@ async def test_calls(runner: asyncio.Runner, operations: Operations) -> None:
         await operations.call(next, iter(()))
 
 
+@on_loop
+async def test_what_a_cancelled_call_obtained_is_given_back(runner: asyncio.Runner, operations: Operations) -> None:
+    """A file that is forgotten keeps its lock."""
+    started, go, given_back = threading.Event(), threading.Event(), list[int]()
+
+    def obtain() -> int:
+        started.set()
+        go.wait(60)
+        return 7
+
+    call = asyncio.create_task(operations.obtain(given_back.append, obtain))
+    assert await operations.call(started.wait, 60)
+    call.cancel()
+    go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert given_back == [7]
+
+
 def test_nothing_leaks(runner: asyncio.Runner, backend: Callable[..., Operations], fd: int) -> None:
     async def use() -> None:
         operations = backend(io_threads=3, copy_threads=2)

@@ -263,6 +263,31 @@ def test_a_draft_goes_on_with_what_an_earlier_run_sent() -> None:
     assert run(work()) == (3000, 1000)
 
 
+def test_what_a_draft_goes_on_with_outlives_a_removal() -> None:
+    objects = LyingObjects()
+
+    async def work() -> None:
+        first, second = (Owner(objects, b"s" * 16, keep_last=2) for _ in range(2))
+        await first.take_over()
+        for counter in (1, 2):
+            await sent(first, counter)
+        data = b"of a run that was killed"
+        await Draft(first).send(0, data, digest(data))
+        await second.take_over()
+        await second.amend({second.now[-1].number})
+        await second.collect()
+        draft = Draft(second)
+        await draft.send(0, data, digest(data))
+        assert draft.sent == 0
+        await second.commit([await draft.finish(entry_of(3, len(data)), 512, b"manifest")])
+        await second.collect()
+        (_, newest), *_ = (await BucketMedium(objects).look())[1]
+        assert newest.entry.counter == 3
+        assert all(key in objects.stored for key, _ in (await read_index(objects, newest.parts[0])).objects)
+
+    run(work())
+
+
 def test_a_prefix_that_is_not_empty_is_refused_for_a_copy() -> None:
     objects = LyingObjects()
 

@@ -567,6 +567,13 @@ def test_a_tied_parameter_may_be_saved_under_one_name(left_out: str) -> None:
     assert mismatch({"m": net}, save({"m": stored})).missing == (r"m.2.weight",)
 
 
+def test_a_transposed_view_is_not_tied_to_what_it_views() -> None:
+    one, other = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+    other.weight = nn.Parameter(one.weight.detach().t())
+    net = nn.Sequential(one, other)
+    assert mismatch({"m": net}, save({"m": {"0.weight": torch.rand(3, 3)}})).missing == ("m.1.weight",)
+
+
 def test_extra_state_and_hooks() -> None:
     one, two = Extra(2, 2), Extra(2, 2)
     one.extra = {"scale": torch.ones(3), "names": ["a"]}
