@@ -53,7 +53,7 @@ def _loop_around(frame: FrameType) -> ast.For | ast.AsyncFor | ast.While | None:
     line = frame.f_lineno
     try:
         node: ast.AST | None = ast.parse("".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals)))
-    except (SyntaxError, ValueError):
+    except Exception:  # noqa: BLE001 - also Python's SystemError where a collection of garbage parses meanwhile
         return None
     found = None
     while node is not None:

@@ -148,6 +148,16 @@ def test_a_count_that_continues_or_is_another_loops_is_not_warned_of() -> None:
 EPOCHS = 3
 
 
+def test_a_source_that_cannot_be_parsed_costs_a_warning_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise SystemError("AST constructor recursion depth mismatch")
+
+    loader = resumed_at(1, 4)
+    with monkeypatch.context() as patched:
+        patched.setattr("ast.parse", fail)
+        by_a_range_of_a_name(loader)
+
+
 def by_a_range_of_a_name(loader: ResumableLoader) -> None:
     for _epoch in range(EPOCHS):
         for _ in loader:
