@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from pccheck_async import Group, MemoryTier, PendingCheckpoint, SyncCheckpointEngine
+from pccheck_async import Group, GroupError, MemoryTier, PendingCheckpoint, SyncCheckpointEngine
 from pccheck_async.format import Tier
 from pccheck_async.group import actions, messages
 from pccheck_async.group.actions import Action, Post
@@ -226,11 +226,13 @@ def _be_rank(
             for each in waiting:
                 reached(*each)
         say(_ENDED)
-    except BaseException:  # noqa: BLE001 - nobody else would hear of it
+    except BaseException as error:  # noqa: BLE001 - nobody else would hear of it
         (folder.parent.parent / f"failed-{rank}").write_text(traceback.format_exc())
-        if not ready:
+        # The victim may have restored, saved and died before the last message of the restore came here.
+        lost = ready or (kill is not None and isinstance(error, GroupError))
+        if not lost:
             traceback.print_exc()
-        say(_LOST if ready else _WRONG)
+        say(_LOST if lost else _WRONG)
         time.sleep(PATIENCE)  # until the launcher ends it: a rank that another one's death made fail
     finally:
         os._exit(0)
