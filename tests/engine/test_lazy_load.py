@@ -12,8 +12,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import warnings
+from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -540,20 +540,17 @@ def test_damaged_chunks_take_no_buffers(tmp_path: Path) -> None:
 
 def test_closing_ends_the_reads_before_it_unlocks_the_slot(tmp_path: Path) -> None:
     save(tmp_path, {"tensor": torch.zeros(200 * CHUNK // 4)})
-    running, closed = 0, list[int]()
+    reading, closed = threading.Event(), list[int]()
 
     class Watching(Files):
-        async def read(self, file: File, offset: int, into: memoryview) -> int:
-            nonlocal running
-            running += "slot" in file.name
-            try:
-                return await super().read(file, offset, into)
-            finally:
-                running -= "slot" in file.name
+        def read(self, file: File, offset: int, into: memoryview) -> Coroutine[Any, Any, int]:
+            if "slot" in file.name:
+                reading.set()
+            return super().read(file, offset, into)
 
         def _close_file(self, file: File) -> None:
             if "slot" in file.name:
-                closed.append(running)
+                closed.append(self._operations.running)
             super()._close_file(file)
 
     def read() -> None:
@@ -564,8 +561,7 @@ def test_closing_ends_the_reads_before_it_unlocks_the_slot(tmp_path: Path) -> No
     checkpoint = open_checkpoint(tmp_path, io=Watching)
     reader = threading.Thread(target=read)
     reader.start()
-    while not running:
-        time.sleep(0)
+    assert reading.wait(60)
     checkpoint.close()
     reader.join()
     assert closed

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import random
 import threading
 from itertools import pairwise
 from pathlib import Path
@@ -118,6 +119,36 @@ def test_forms_are_told_one_behind_the_other() -> None:
     assert forms_of([]) == b""
     numbers = memoryview(forms[3][16:]).cast("q").tolist()
     assert numbers == [1, 3, 7, 1]
+
+
+@needs_dlpack
+def test_many_tensors_are_seen_as_each_by_itself() -> None:
+    """A look goes over its tensors in blocks."""
+    complex_ones = torch.randn(3, dtype=torch.complex64)
+    kinds = [
+        *(torch.zeros(2, 3), torch.zeros(3, 2).t(), torch.zeros(4)[1:], torch.tensor(1.0), torch.zeros(0)),
+        *(torch.zeros(2, requires_grad=True), torch._neg_view(torch.zeros(2)), complex_ones, complex_ones.conj()),
+        *(torch.zeros(3, dtype=dtype) for dtype in (torch.bool, torch.uint8, torch.int8, torch.float8_e4m3fn)),
+    ]
+    tensors = random.Random(0).choices(kinds, k=1000)
+    *tables, storages = _ext.look(DLPACK_API, tensors, layout_cache.CALLS)
+    each = [_ext.look(DLPACK_API, [tensor], layout_cache.CALLS) for tensor in tensors]
+    for table, rows in zip(tables, zip(*each, strict=True), strict=False):
+        assert table == b"".join(rows)
+    assert [one.data_ptr() for one in storages] == [tensor.untyped_storage().data_ptr() for tensor in tensors]
+
+
+@needs_dlpack
+def test_the_list_may_be_emptied_by_code_of_the_user() -> None:
+    tensors = [torch.zeros(2) for _ in range(1000)]
+
+    def untyped_storage(tensor: torch.Tensor) -> torch.UntypedStorage:
+        tensors.clear()
+        return tensor.untyped_storage()
+
+    _, _, memory, storages = _ext.look(DLPACK_API, tensors, (untyped_storage, *layout_cache.CALLS[1:]))
+    assert len(storages) == 1000
+    assert memoryview(memory).cast("q").tolist()[::2] == [one.data_ptr() for one in storages]
 
 
 @needs_dlpack
