@@ -7,6 +7,7 @@ import gc
 import importlib
 import os
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -26,6 +27,8 @@ BACKENDS: dict[str, Callable[..., Operations]] = {
     "python": PythonOperations,
 }
 """Every I/O backend by its name."""
+
+_set_aside_at = 0
 
 
 def pytest_configure() -> None:
@@ -62,8 +65,20 @@ def pytest_collection_finish() -> None:
     """
     gc.enable()
     gc.set_threshold(20_000, 20, 10)
+    _set_aside()
+
+
+def pytest_runtest_logfinish() -> None:
+    """Nor at those of the modules that a test imported: a Trainer collects all garbage whenever it begins to train."""
+    if len(sys.modules) > _set_aside_at + 30:
+        _set_aside()
+
+
+def _set_aside() -> None:
+    global _set_aside_at  # noqa: PLW0603 - how many modules there were
     gc.collect()
     gc.freeze()
+    _set_aside_at = len(sys.modules)
 
 
 @pytest.fixture(scope="session", autouse=True)

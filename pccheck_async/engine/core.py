@@ -96,6 +96,7 @@ class EngineCore:
         self.loop: EngineLoop
         self._unrestored: list[CheckpointInfo] = []  # found at opening, until the first restore or save
         self._restored_step: int | None = None  # from a restore until the next step
+        self._passed_over = set[int]()  # counters of checkpoints that a restore could not read: their names are free
         self._last_step: tuple[int, bool] | None = None  # since a restore, and whether training began it
         self._told_smaller = self.config.overwrite
         self._told_unrestored = False
@@ -589,7 +590,8 @@ class EngineCore:
         if name is None and not isinstance(self.keeps, KeepAll):
             return
         there = {flight.counter: flight.name for flight in self.in_flight.checkpoints()}
-        there.update((info.counter, None if info.rejected else info.name) for info in self.infos)
+        free = {*self._passed_over, *(info.counter for info in self.infos if info.rejected)}
+        there.update((info.counter, None if info.counter in free else info.name) for info in self.infos)
         if name is not None and name in there.values():
             if not replace:
                 raise ValueError(
@@ -801,6 +803,8 @@ class EngineCore:
         if not dry_run:
             self._unrestored = []
             self._restored_step = None if restored is None else restored.step
+            if restored is not None and candidates.fell_back:
+                self._passed_over |= {info.counter for info in self.infos if info.counter > restored.counter}
             self._last_step = None
             if restored is not None and assembly.memory is not None:
                 assembly.memory.note_restored(restored.counter)

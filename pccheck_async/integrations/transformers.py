@@ -185,7 +185,7 @@ class PCcheckCallback(TrainerCallback):
         if self._trainer is not None or any(
             isinstance(each, PCcheckCallback) for each in callbacks if each is not self
         ):
-            raise RuntimeError("attach one PCcheckCallback to each Trainer, and each to one")
+            raise RuntimeError("this Trainer has a PCcheckCallback, or this one another Trainer: attach one to each")
         if trainer.args.auto_find_batch_size:
             raise ValueError("auto_find_batch_size=True starts anew with other batches; find their size before")
         if trainer.is_deepspeed_enabled:
@@ -340,7 +340,7 @@ class PCcheckCallback(TrainerCallback):
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Restore the values that the Trainer has just reset; RuntimeError if the callback was not attached."""
         if self._trainer is None:
-            raise RuntimeError("a PCcheckCallback is attached: PCcheckCallback(path).attach(trainer)")
+            raise RuntimeError("leave it out of callbacks=, and call PCcheckCallback(path).attach(trainer)")
         self._progress.finish()
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:

@@ -57,6 +57,9 @@ __all__ = ["CommitFile", "held_by_other", "lock_commit", "open_commit", "read_co
 __all__ += ["may_lack_the_newest", "stored_identity", "unread_record"]
 
 
+_NO_RECORD = bytes(REGION_NBYTES)
+
+
 async def stored_identity(medium: Medium, folder: str = "") -> Identity | None:
     """Return the validated ``store.json``, None if there is none. Raises CorruptStoreError, ReadError.
 
@@ -138,10 +141,11 @@ async def _read_records(medium: Medium, commit: File, identity: Identity, path: 
 def may_lack_the_newest(commit: memoryview, *, identity: Identity, record: Record) -> bool:
     """Return whether a record newer than ``record``, the newest valid one, may be lost: both of its copies are damaged.
 
+    Zeros are a record that was never written; what lies beyond the end of a file that was cut is damaged.
     A running writer may be writing them just now: read again before you rely on it.
     """
     copies = [commit[start : start + REGION_NBYTES] for start in region_offsets(record.generation + 1)]
-    if any(decode_record(copy, identity.id_bytes) is not None or not any(bytes(copy)) for copy in copies):
+    if any(decode_record(copy, identity.id_bytes) is not None or bytes(copy) == _NO_RECORD for copy in copies):
         return False
     return any(generation_of(copy) not in range(record.generation) for copy in copies)
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
@@ -13,7 +13,7 @@ from pathlib import Path
 from msgspec import structs
 
 from pccheck_async.errors import CorruptStoreError, NewerFormatError, StoreLockedError
-from pccheck_async.format import Identity, Record, checksum
+from pccheck_async.format import Entry, Identity, Record, checksum
 from pccheck_async.format.record import (
     COMMIT_NAME,
     GROUP_VERSION,
@@ -39,7 +39,7 @@ from pccheck_async.store import (
 )
 from pccheck_async.transfer import PAGE_BYTES
 from pccheck_async.upkeep.reading import LOCK_SECONDS, Progress
-from pccheck_async.upkeep.salvage import FoundCheckpoint, find_in_slot, record_entries
+from pccheck_async.upkeep.salvage import FoundCheckpoint, as_recorded, find_in_slot, record_entries
 
 __all__ = ["LostRecords", "RankStores", "find_parts", "lock_ranks", "read_ranks"]
 
@@ -79,6 +79,7 @@ class RankStores:
         seen: Stores with a valid record, as that describes them.
         lost: Identities of the stores that have no valid record of a rank.
         gone: Ranks in ``lost`` that have no commit file.
+        named: Entries of the valid records of ranks in ``lost``.
         older: Ranks in ``lost`` whose records are valid, but older than the records of other ranks.
         unnamed: Identities of the stores whose ``store.json`` is to be written anew: it is missing or damaged, or says
             that one process made the store.
@@ -88,6 +89,7 @@ class RankStores:
     lost: dict[int, Identity] = field(default_factory=dict)
     unnamed: dict[int, Identity] = field(default_factory=dict)
     gone: set[int] = field(default_factory=set)
+    named: dict[int, tuple[Entry, ...]] = field(default_factory=dict)
     older: set[int] = field(default_factory=set)
 
 
@@ -123,7 +125,7 @@ async def read_ranks(opened: OpenMedium, folder: Path, *, search: bool = False) 
         stores.older = older.difference(torn)
         for rank in older.union(torn):
             stores.lost[rank] = identities[rank]
-            del stores.seen[rank]
+            stores.named[rank] = tuple(part.entry for part in stores.seen.pop(rank).parts)
     return stores
 
 
@@ -164,11 +166,14 @@ async def lock_ranks(opened: OpenMedium, folder: Path, names: Collection[str]) -
 
 
 async def find_parts(
-    opened: OpenMedium, folder: Path, seen: Mapping[int, SeenStore], lost: Mapping[int, Identity], progress: Progress
+    opened: OpenMedium, folder: Path, stores: RankStores, progress: Progress
 ) -> dict[int, LostRecords]:
-    """Search the slots of the ranks ``lost`` for their parts of checkpoints that the other ranks' records name."""
-    wanted = _lacking(seen.values(), lost)
-    return {rank: await _search(opened, folder, rank, lost[rank], wanted, progress) for rank in lost}
+    """Search the slots of the ranks that lost records for their parts of checkpoints that other ranks' records name."""
+    wanted = _lacking(stores.seen.values(), stores.lost)
+    return {
+        rank: await _search(opened, folder, rank, identity, wanted, stores.named.get(rank, ()), progress)
+        for rank, identity in stores.lost.items()
+    }
 
 
 def _lacking(seen: Iterable[SeenStore], lost: Collection[int]) -> dict[int, list[Part]]:
@@ -193,6 +198,7 @@ async def _search(
     rank: int,
     identity: Identity,
     wanted: Mapping[int, list[Part]],
+    recorded: Sequence[Entry],
     progress: Progress,
 ) -> LostRecords:
     name = rank_name(rank)
@@ -203,6 +209,7 @@ async def _search(
         found = [await find_in_slot(own, number, identity.block_bytes, progress) for number in numbers]
     finally:
         await own.medium.close()
+    found = [as_recorded(one, recorded) for one in found]
     entries, notes, _ = record_entries(found)
     parts = []
     for entry in entries:

@@ -68,7 +68,7 @@ from pccheck_async.store import (
 from pccheck_async.transfer import PAGE_BYTES
 from pccheck_async.upkeep.rank_records import LostRecords, RankStores, find_parts, lock_ranks, read_ranks
 from pccheck_async.upkeep.reading import LOCK_SECONDS, Progress, lost_records, lost_slots
-from pccheck_async.upkeep.salvage import BUSY, FoundCheckpoint, find_in_slot, record_entries
+from pccheck_async.upkeep.salvage import BUSY, FoundCheckpoint, as_recorded, find_in_slot, record_entries
 from pccheck_async.upkeep.verify import RecordCopy, Verification, check_place, damaged_copies, examine_records
 
 __all__ = ["Recovery", "recover_store"]
@@ -172,7 +172,8 @@ def recover_store(
     was captured (``TornCaptureError``), is not whole, as the engine overwrites the beginning of its manifest; it is
     found here only if the process died, or the device failed, just before that. Nor does it prove that no bit of the
     manifest flipped, for only the record has its checksum: look at steps and plain values
-    (:func:`describe_checkpoint`). Pins and rejections are known only if a record is valid: without one, a run that was
+    (:func:`describe_checkpoint`). Where a valid record has another checksum of a manifest, the checkpoint is damaged.
+    Pins and rejections are known only if a record is valid: without one, a run that was
     rejected may be restored again (:attr:`Recovery.lost`).
 
     In a folder that holds the stores of a group's ranks, the records of all ranks are read, and ``write`` makes a lost
@@ -220,22 +221,27 @@ def recover_store(
         facts = await medium.prepare(create=False)
         identity_state, identity, record, store_id, problems, record_lost = read = await _read(medium, commit)
         record_state: FileState = "valid" if record else "missing" if commit is None else "damaged"
+        before = record.entries if record else ()
         found: list[FoundCheckpoint] = []
         if record is None or search:
             block = identity.block_bytes if identity else MIN_BLOCK
-            found = [await find_in_slot(opened, number, block, progress, keep=write, alone=alone) for number in numbers]
+            found = [
+                as_recorded(
+                    await find_in_slot(opened, each, block, progress, keep=write, alone=alone), before, slots or ()
+                )
+                for each in numbers
+            ]
             await _check_alone(medium, name, found if write else (), alone)
             problems += tuple(_not_found(record, found))
             found = [
                 replace(one, entry=None, note=one.note or "not asked for") if slots and one.slot not in slots else one
                 for one in found
             ]
-            entries, notes, strange = record_entries(found, record.entries if record else ())
+            entries, notes, strange = record_entries(found, before)
             entries = _marked_as_before(entries, record)
             found = [replace(one, note=notes.get(one.slot, one.note)) for one in found]
         else:
             entries, strange = list(record.entries), set()
-        before = record.entries if record else ()
         named = {(entry.counter, entry.slot) for entry in entries}
         version = _version(Path(path), identity, record)
         is_checked = identity_state == "valid" and record is not None and not search
@@ -313,7 +319,7 @@ async def _recover_group(
         stores = await read_ranks(opened, folder, search=search)
     place, found = Place(folder, opened, of_group=True), dict[int, LostRecords]()
     if stores.lost or stores.unnamed:
-        found = await find_parts(opened, folder, stores.seen, stores.lost, progress)
+        found = await find_parts(opened, folder, stores, progress)
         recovery = _without_records(state, stores, found)
     else:
         recovery = await _with_records(state, place, progress)
@@ -388,10 +394,15 @@ async def _verify(place: Place, progress: Progress) -> Verification:
 def _not_found(record: Record | None, found: Sequence[FoundCheckpoint]) -> Iterator[str]:
     """Yield a sentence for each checkpoint that a record names and that a search of its slot did not find whole."""
     whole = {one.slot: one.entry for one in found if one.entry}
+    moved = {(one.counter, one.manifest_checksum): slot for slot, one in whole.items()}
     there = {one.slot for one in found}
     for entry in record.entries if record else ():
         other = whole.get(entry.slot)
-        if other is not None and other.counter > entry.counter:
+        at_home = other is not None and other.counter == entry.counter
+        slot = None if at_home else moved.get((entry.counter, entry.manifest_checksum))
+        if slot is not None:
+            yield f"Step {entry.step} is in {slot_name(slot)}, and not in {slot_name(entry.slot)}, as the record says."
+        elif other is not None and other.counter > entry.counter:
             yield (
                 f"{slot_name(entry.slot)} holds step {other.step} in the place of step {entry.step}, which the newest "
                 f"record names there: {COMMIT_NAME} is older than the slots."

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ from pccheck_async.upkeep.verify import Damage, check_payload
 __all__ = [
     "BUSY",
     "FoundCheckpoint",
+    "as_recorded",
     "find_in_slot",
     "record_entries",
     "search_slot",
@@ -205,6 +207,27 @@ class _Search:
         return FoundCheckpoint(
             self.number, entry.info, len(manifest.chunks), damage, entry=None if note else entry, note=note
         )
+
+
+def as_recorded(found: FoundCheckpoint, entries: Sequence[Entry], slots: Collection[int] = ()) -> FoundCheckpoint:
+    """Return what was found, as damaged if a valid record has another checksum of its manifest.
+
+    Nothing else shows a flipped bit of a plain value. The ``entries`` are the record's; counter and time tell which one
+    describes this checkpoint, and one of the two may be what flipped. A checkpoint in one of ``slots`` is named all the
+    same.
+    """
+    one = found.entry
+    if one is None:
+        return found
+    for entry in entries:
+        same = entry.slot == one.slot and (entry.counter == one.counter or entry.time == one.time)
+        if same and entry.manifest_checksum != one.manifest_checksum:
+            name, note = slot_name(one.slot), "its manifest is not the one that the record names: damaged"
+            damage = Damage(name, "manifest", one.manifest_offset, one.manifest_nbytes, "checksum mismatch")
+            return dataclasses.replace(
+                found, damage=(damage,), note=f"{note} (--slot names it)", entry=one if one.slot in slots else None
+            )
+    return found
 
 
 def record_entries(

@@ -15,7 +15,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from pccheck_async import CheckpointEngine, Group, StateMismatchError, SyncCheckpointEngine
+from pccheck_async import (
+    CheckpointEngine,
+    Group,
+    StateMismatchError,
+    SyncCheckpointEngine,
+    list_checkpoints,
+    stores,
+)
 from pccheck_async.engine import RestoreCandidate
 from pccheck_async.errors import GroupError, UnsupportedStateError
 from pccheck_async.format import Entry
@@ -318,3 +325,35 @@ def newest_of(store: Path) -> tuple[Entry, ...]:
     record = newest_record((store / "commit").read_bytes(), identity.id_bytes)
     assert record is not None
     return record.entries
+
+
+def save_named(folder: Path, *steps: int, group: Group) -> int:
+    """Restore, and save these steps under the names that they always have; return the step that was restored."""
+    state: dict[str, Any] = {"x": torch.zeros(5000), "step": 0}
+    with SyncCheckpointEngine(folder, group=group, keep_last=4) as engine:
+        restored = engine.restore(state)
+        for step in steps:
+            engine.checkpoint({"x": torch.full((5000,), float(step)), "step": step}, step=step, name=f"n{step}").result(
+                60
+            )
+    return 0 if restored is None else restored.step
+
+
+@pytest.mark.filterwarnings("ignore:the checkpoint of step 2 cannot be read")
+def test_the_name_of_a_checkpoint_that_was_passed_over_is_free(tmp_path: Path) -> None:
+    """The resumed program gives its names again, on all ranks, also on those whose parts are whole."""
+    run_ranks(2, partial(save_first, tmp_path))
+    (newest, *_) = newest_of(tmp_path / "rank-00001")
+    with open(tmp_path / "rank-00001" / slot_name(newest.slot), "r+b") as slot:
+        slot.write(b"?" * 100)
+    assert run_ranks(2, partial(save_again, tmp_path)) == [1, 1]
+    assert [(one.step, one.name) for one in list_checkpoints(tmp_path)] == [(3, "n3"), (2, "n2"), (1, "n1")]
+    assert stores.verify(tmp_path, every=True).whole
+
+
+def save_first(folder: Path, group: Group) -> int:
+    return save_named(folder, 1, 2, group=group)
+
+
+def save_again(folder: Path, group: Group) -> int:
+    return save_named(folder, 2, 3, group=group)

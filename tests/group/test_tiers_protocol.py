@@ -37,7 +37,7 @@ WORLDS = {
 @pytest.mark.parametrize("world", WORLDS.values(), ids=WORLDS.keys())
 def test_every_history_keeps_what_is_promised(world: World) -> None:
     broken, reached = explore(world, 600)
-    assert not broken, "\n".join(next(iter(broken.values())).log)
+    assert not broken, next(iter(broken.values())).told()
     wanted = {"Start", "Commit 0", "Commit 1", "restored from [1]", "restored from [0, 1]", "ended", "saved late"}
     assert wanted <= reached
     if world.replicas:
@@ -51,7 +51,7 @@ def test_every_history_keeps_what_is_promised(world: World) -> None:
 @pytest.mark.parametrize("world", WORLDS.values(), ids=WORLDS.keys())
 def test_campaign(world: World) -> None:
     broken, _ = explore(world, 8_000, seed=1)
-    assert not broken, "\n".join(next(iter(broken.values())).log)
+    assert not broken, next(iter(broken.values())).told()
 
 
 def _all_count(stores: Sequence[SeenStore], line: Line | None) -> Sequence[SeenStore]:

@@ -7,6 +7,7 @@ import errno
 import os
 import random
 import re
+import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
@@ -379,6 +380,58 @@ def test_what_a_valid_record_pins_stays_pinned(tmp_path: Path) -> None:
     assert [info.step for info in list_checkpoints(tmp_path) if info.pinned] == [2]
 
 
+@pytest.mark.parametrize("what", ["lr", "counter", "time"])
+def test_a_manifest_that_is_not_the_recorded_one_is_damaged(tmp_path: Path, what: str) -> None:
+    """A manifest has no checksum of its own: a search alone takes a flipped plain value for the saved one."""
+    values = {"lr": 0.001}
+    for step in (1, 2):
+        with SyncCheckpointEngine(tmp_path, keep_last=8) as engine:
+            engine.restore(dict(values))
+            engine.checkpoint(values, step=step).result(60)
+    described = stores.describe(tmp_path, step=2)
+    slot = tmp_path / described.slot
+    image = bytearray(slot.read_bytes())
+    entry = newest_in(tmp_path).entries[0]
+    start, end = entry.manifest_offset, entry.manifest_offset + entry.manifest_nbytes
+    old = {
+        "lr": struct.pack(">d", 0.001),
+        "counter": b"\xa7counter" + bytes([entry.counter]),
+        "time": struct.pack(">d", entry.time),
+    }
+    at = image.index(old[what], start, end) + len(old[what]) - 1
+    image[at] ^= 1
+    slot.write_bytes(image)
+    found = stores.recover(tmp_path, search=True)
+    number = int(described.slot[-3:])
+    assert [info.step for info in found.named] == [1]
+    assert [one.note.partition(":")[0] for one in found.found if one.slot == number] == [
+        "its manifest is not the one that the record names"
+    ]
+    assert f"DAMAGED: step 2, in {described.slot}." in found.problems
+    said = CliRunner().invoke(app, ["recover", str(tmp_path), "--search"])
+    assert said.exit_code == 4
+    stores.recover(tmp_path, search=True, write=True)
+    assert load_sync(tmp_path) == values
+    assert [info.step for info in list_checkpoints(tmp_path)] == [1]
+    chosen = stores.recover(tmp_path, search=True, slots=[number])
+    assert [info.counter for info in chosen.named] == [entry.counter ^ (what == "counter")]
+
+
+def test_checkpoints_that_were_moved_are_said_to_be_elsewhere(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2, 3)
+    slots = {step: tmp_path / stores.describe(tmp_path, step=step).slot for step in (2, 3)}
+    contents = {step: slot.read_bytes() for step, slot in slots.items()}
+    slots[2].write_bytes(contents[3])
+    slots[3].write_bytes(contents[2])
+    found = stores.recover(tmp_path, search=True)
+    assert set(found.problems) == {
+        f"Step {step} is in {slots[5 - step].name}, and not in {slots[step].name}, as the record says."
+        for step in (2, 3)
+    }
+    stores.recover(tmp_path, search=True, write=True)
+    check(tmp_path, 3, 2, 1)
+
+
 @pytest.mark.slow
 def test_chosen_slots(tmp_path: Path) -> None:
     save(tmp_path, 1, 2, 3)
@@ -678,6 +731,24 @@ def test_a_newest_record_that_may_be_lost_is_told(tmp_path: Path, caplog: pytest
     assert list_checkpoints(tmp_path)[0].step == 3
 
 
+def test_a_commit_file_that_was_cut_may_lack_the_newest_record(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, 1, 2, 3, keep_last=1)
+    while generation_in(tmp_path) % 2 == 0:  # the newest record is in the half that is cut off
+        save_one_more(tmp_path)
+    last = list_checkpoints(tmp_path)[0].step
+    os.truncate(tmp_path / "commit", 100_000)
+    said = CliRunner().invoke(app, ["ls", str(tmp_path)])
+    assert said.exit_code == 4
+    assert "LOST?" in said.stdout
+    with SyncCheckpointEngine(tmp_path):
+        pass
+    assert "it may have named a newer checkpoint than step" in caplog.text
+    stores.recover(tmp_path, search=True, write=True)
+    assert list_checkpoints(tmp_path)[0].step == last
+
+
 def test_an_older_record_that_is_lost_is_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save(tmp_path, 1, 2, 3)
     commit = bytearray((tmp_path / "commit").read_bytes())
@@ -691,8 +762,17 @@ def test_an_older_record_that_is_lost_is_not(tmp_path: Path, caplog: pytest.LogC
     assert "newer checkpoint" not in caplog.text
 
 
-def generation_in(store: Path) -> int:
+def newest_in(store: Path) -> layout.Record:
     identity = layout.decode_identity((store / "store.json").read_bytes())
     record = layout.newest_record((store / "commit").read_bytes(), identity.id_bytes)
     assert record is not None
-    return record.generation
+    return record
+
+
+def generation_in(store: Path) -> int:
+    return newest_in(store).generation
+
+
+def save_one_more(store: Path) -> None:
+    with SyncCheckpointEngine(store, keep_last=1, overwrite=True) as engine:
+        engine.checkpoint(state_of(9), step=list_checkpoints(store)[0].step + 1).result(60)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import encodings.idna  # noqa: F401 - what a rank that opens a socket would import by itself
 import gc
 import os
 import pickle

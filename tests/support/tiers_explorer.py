@@ -20,8 +20,9 @@ Judged is what users are promised:
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from pccheck_async.format import Entry, Line
 from pccheck_async.group import (
@@ -113,6 +114,10 @@ class BrokenRuleError(AssertionError):
     """Something that users are promised does not hold; begins with its kind."""
 
 
+Move = tuple[Any, ...]
+"""A method of a side or a run, which lets something happen, and its arguments."""
+
+
 class Side:
     """One tier of one rank in a run."""
 
@@ -124,6 +129,9 @@ class Side:
         self.leased: set[int] = set()
         self.outcomes: dict[int, str] = {}
         self.sends: list[tuple[int, Round]] = []
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}, tier {self.tier}"
 
     def do(self, actions: Sequence[Action]) -> None:
         history, run = self.run.history, self.run
@@ -235,17 +243,14 @@ class Side:
         if self.tier == MEMORY and len(named) + len(self.leased) > most:
             raise BrokenRuleError(f"SLOTS: {len(named)} named and {len(self.leased)} leased, at most {most}")
 
-    def moves(self) -> list[tuple[str, Callable[[], None]]]:
-        found: list[tuple[str, Callable[[], None]]] = []
+    def moves(self) -> list[Move]:
+        found: list[Move] = []
         if self.takes_over is not None:
-            found.append(("take over", self.take_over))
+            found.append((self.take_over,))
         if self.flushes:
-            found.append(("flush", self.flush))
-        for send in self.sends:
-            if self.may_send(*send):
-                found.append((f"send to {send[0]}", lambda send=send: self.send(*send)))  # type: ignore[misc]
-        for counter in self.writes:
-            found.append((f"written {counter}", lambda counter=counter: self.written(counter)))  # type: ignore[misc]
+            found.append((self.flush,))
+        found += [(self.send, *send) for send in self.sends if self.may_send(*send)]
+        found += [(self.written, counter) for counter in self.writes]
         return found
 
     def take_over(self) -> None:
@@ -316,6 +321,9 @@ class Run:
             self.sides.append(sides)
         self.tiers = [Tiers(one[DISK].member, one[MEMORY].member) for one in self.sides] if with_memory else None
 
+    def __str__(self) -> str:
+        return f"run {self.number}"
+
     def open(self) -> None:
         """Open and restore: all take part at once, as nothing else happens meanwhile."""
         for tier in (DISK, MEMORY) if self.tiers is not None else (DISK,):
@@ -338,7 +346,7 @@ class Run:
         decisions = self.coordinator.receive(decode_message(encode(message)))
         self.log += [decode_decision(encode(one)) for one in decisions]
         for one in decisions:
-            self.history.log.append(str(one)[:120])
+            self.history.log.append(one)
             if isinstance(one, Start):
                 self.history.note_start(self)
 
@@ -383,15 +391,15 @@ class Run:
         elif outcome != "superseded" and (tier, counter) not in self.failed:
             raise BrokenRuleError(f"CROSS: {counter} is {outcome} in tier {tier}, and no rank failed it there")
 
-    def moves(self) -> list[tuple[str, Callable[[], None]]]:
-        found: list[tuple[str, Callable[[], None]]] = []
+    def moves(self) -> list[Move]:
+        found: list[Move] = []
         for rank, sides in enumerate(self.sides):
             for side in sides:
-                found += [(f"rank {rank}, tier {side.tier}: {name}", move) for name, move in side.moves()]
+                found += side.moves()
             if self.learned[rank] < len(self.log):
-                found.append((f"rank {rank}: learn", lambda rank=rank: self.learn(rank)))  # type: ignore[misc]
+                found.append((self.learn, rank))
             if self.calls[rank] < len(self.program):
-                found.append((f"rank {rank}: save", lambda rank=rank: self.call(rank)))  # type: ignore[misc]
+                found.append((self.call, rank))
         return found
 
     def drain(self) -> None:
@@ -424,7 +432,7 @@ class History:
 
     world: World
     seed: int
-    log: list[str] = field(default_factory=list)
+    log: list[object] = field(default_factory=list)
     reached: set[str] = field(default_factory=set)
     runs: int = 0
 
@@ -540,9 +548,7 @@ class History:
         self.log.append(f"saves {run.program}")
         steps = draw.choice([draw.randrange(60), 1000])
         while steps > 0 and (moves := run.moves()):
-            name, move = draw.choice(moves)
-            self.log.append(name)
-            move()
+            self.make(draw.choice(moves))
             steps -= 1
         if not run.moves():
             self.end(run)
@@ -550,14 +556,26 @@ class History:
             if draw.random() < 0.5:
                 self.leave(run)
 
+    def make(self, move: Move) -> None:
+        self.log.append(move)
+        move[0](*move[1:])
+
+    def told(self) -> str:
+        """Return what happened. Only of histories that broke a rule is it put in words, which takes long."""
+        lines = []
+        for each in self.log:
+            if isinstance(each, tuple):
+                lines.append(f"{each[0].__self__}: {each[0].__name__} {' '.join(str(one)[:60] for one in each[1:])}")
+            else:
+                lines.append(str(each)[:120])
+        return "\n".join(lines)
+
     def end(self, run: Run) -> None:
         for drains in (False, True):
             if drains:
                 run.drain()
             while moves := run.moves():
-                name, move = self.random.choice(moves)
-                self.log.append(name)
-                move()
+                self.make(self.random.choice(moves))
         run.check_ended()
 
     def leave(self, run: Run) -> None:

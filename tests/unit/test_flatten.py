@@ -5,6 +5,7 @@ import dataclasses
 import datetime
 import decimal
 import enum
+import io
 import itertools
 import json
 import pathlib
@@ -193,6 +194,7 @@ def test_any_mapping_may_be_the_state() -> None:
         ((x for x in [1]), "save what it comes from"),
         (torch.nn.Linear(1, 1).parameters(), "save what it comes from"),
         (itertools.count(), "save what it comes from"),
+        (io.StringIO(), "save its path"),
         (BatchSampler(RandomSampler([1]), 1, drop_last=False), "ResumableSampler"),
         (RandomSampler([1]), "ResumableSampler"),
         (TensorDataset(torch.ones(1)), "leave it out: data is no state"),

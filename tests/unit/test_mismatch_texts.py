@@ -634,6 +634,16 @@ ROWS = (
         ),
     ),
     Row(
+        "model of other layers, and its optimizer",
+        lambda: {"m": {"a": torch.ones(2), "b": torch.ones(2)}, "o": adam(1, 2)},
+        lambda: {"m": {"a": torch.ones(2)}, "o": adam(1)},
+        (
+            f"{HEAD}m has other leaves here (other layers?); make it as the saved one was; to restore what both have: "
+            f"take o out of the state, and call restore(state, strict=False). {UNEXPECTED} (1): m.b; "
+            f"{DIFFERENT} (1): o.param_groups.0.params (1 parameters here, 2 in the checkpoint)"
+        ),
+    ),
+    Row(
         "names that no module has",
         lambda: {"o": named("w", "v")},
         lambda: {"o": adam(1, 2)},

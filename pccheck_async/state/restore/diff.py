@@ -213,7 +213,15 @@ class Diff:
             advice.append(f"to cast: restore(state, dtype={next(iter(self.castable.values()))})")
         refused = tuple(f"{path}." for path in self.refused)
         apart = not nothing and all(f"{path.partition(' (')[0]}.".startswith(refused) for path in self.mismatched)
-        if apart and self.mismatched:
+        others = [path for path in (*self.missing, *self.unexpected) if not f"{path}.".startswith(refused)]
+        if apart and self.mismatched and others:
+            causes.append(f"{', '.join(dict.fromkeys(map(paths.first, others)))} has other leaves here (other layers?)")
+            advice.append("make it as the saved one was")
+            advice.append(
+                f"to restore what both have: take {', '.join(self.refused)} out of the state, and call "
+                "restore(state, strict=False)"
+            )
+        elif apart and self.mismatched:
             rest = "take it out of the state, and call restore(state, strict=False)"
             advice.append(f"to restore all but {', '.join(self.refused)}: {rest}")
         elif apart and strict:

@@ -8,6 +8,7 @@ import dataclasses
 import datetime
 import decimal
 import enum
+import io
 import pathlib
 import random
 import types
@@ -52,6 +53,7 @@ _ADVICE: Final[tuple[tuple[type | types.UnionType, str], ...]] = (
     (datetime.timedelta, "save x.total_seconds()"),
     (memoryview, "save bytes(x)"),
     (types.CoroutineType, "await it, and save what that gives"),
+    (io.IOBase, "save its path, and the position (x.tell())"),
     (Iterator, "save what it comes from (the loader, the module), not an iterator over it, which reading uses up"),
 )
 """Advice by type of the value; the first type that fits counts."""
@@ -115,7 +117,7 @@ def unsupported(value: Any, path: str) -> UnsupportedStateError:
     # A pickled loader would not keep its position, a method would bring a copy of its object, a class has no state.
     whole = isinstance(value, torch.utils.data.DataLoader) or _owner_of_method(value) is not None
     if not whole and not _is_class_with_state(value):
-        text += " (an engine with allow_pickle=True pickles it)"
+        text += " (an engine with allow_pickle=True pickles it, if pickle can)"
     return UnsupportedStateError(text)
 
 

@@ -123,7 +123,8 @@ def take_apart(value: Any, path: str) -> tuple[ComposedNode, list[torch.Tensor]]
             )
     if trouble:
         raise UnsupportedStateError(
-            f"{path}: a {full_name(value)} cannot be saved: {trouble} (an engine with allow_pickle=True pickles it)"
+            f"{path}: a {full_name(value)} cannot be saved: {trouble} (an engine with allow_pickle=True pickles it, if "
+            "pickle can)"
         )
     assert isinstance(flat.skeleton, DictNode)
     items: list[Node] = [*map(patterns.array_node, range(len(tensors)))]
