@@ -165,6 +165,6 @@ def test_campaign_of_mutants(monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patched:
             for owner, name, wrong in mutant.patches:
                 patched.setattr(owner, name, wrong)
-            explorer = Explorer(mutant.scenario).explore(200_000, stop=True)
+            explorer = Explorer(mutant.scenario).explore(500_000, stop=True)
         print(f"\n  {mutant.name}: {explorer.summary()}")
         assert explorer.found, mutant.name
