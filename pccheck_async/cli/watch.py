@@ -37,7 +37,7 @@ from pccheck_async.cli.ranks import describe_slowest, problems, read_place, slow
 if TYPE_CHECKING:
     from pccheck_async.medium.status_file import CommittedStatus, InFlightStatus, Published, Status
 
-_NOBODY = "no engine runs here, or it has not saved yet"
+_NOBODY = "no engine runs here, or it began to save a moment ago"
 _MOST_COMMITTED = 8
 _WIDE = 75
 _VERY_WIDE = 100
