@@ -200,6 +200,7 @@ class TrackedLoader:
             "ended": position > 0 and position == self._end,
             "seed": sampler.initial_seed if isinstance(sampler, SeedableRandomSampler) else None,
             "start": self._start if position else None,
+            "generator": self._generator_state(),
             "sizes": sizes(self._loader),
         }
 
@@ -213,6 +214,7 @@ class TrackedLoader:
         earlier = tuple(state_dict.get("earlier", ()))
         self._course.load(EpochPlace(state_dict.get("outer", number), number, position, earlier))
         self._start, self._end = state_dict["start"], position if state_dict["ended"] else None
+        self._set_generator_state(state_dict.get("generator"))  # for the next pass: this one may be over
 
     def check_state_dict(self, state_dict: Mapping[str, Any], /) -> None:
         """Check a saved position without going there; ``engine.restore`` calls this before it changes anything.
@@ -238,8 +240,8 @@ class TrackedLoader:
         return None if generator is None else generator.get_state()
 
     def _set_generator_state(self, state: Any) -> None:
-        if state is not None:
-            self._loader.synchronized_generator.set_state(state)
+        if state is not None and (generator := getattr(self._loader, "synchronized_generator", None)) is not None:
+            generator.set_state(state)
 
 
 class _Count:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pkgutil
 from collections.abc import Callable
 from functools import partial
@@ -43,7 +44,12 @@ def network() -> nn.Module:
 def train(folder: Path, kind: str, workers: int, journal: Journal | RankJournal) -> None:
     torch.set_num_threads(1)
     accelerate.utils.set_seed(3)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if world > 1:  # as a launcher says; else each rank would train by itself
+        names = {"RANK": dist.get_rank(), "LOCAL_RANK": dist.get_rank(), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+        os.environ |= {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "localhost"}
     accelerator = accelerator_of(kind)
+    assert accelerator.num_processes == world
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -121,6 +127,13 @@ def test_killed_ranks_resume_with_the_same_bits(tmp_path: Path, kind: str) -> No
     work = on_ranks(2, partial(train, tmp_path / "killed", kind, 0))
     moments = ["1 train 2", "0 captured 3", "0 after 4", "1 train 7", None]
     agree(whole, [live(work, tmp_path / f"life {moment}", moment) for moment in moments])
+
+
+def test_ranks_resume_at_the_end_of_an_epoch(tmp_path: Path) -> None:
+    """The sampler of several ranks draws its orders from a generator of its own."""
+    whole = live(on_ranks(2, partial(train, tmp_path / "whole", "default", 0)), tmp_path / "whole.journal")
+    work = on_ranks(2, partial(train, tmp_path / "killed", "default", 0))
+    agree(whole, [live(work, tmp_path / f"life {moment}", moment) for moment in ("0 durable 4", None)])
 
 
 def test_accelerate_has_what_is_read() -> None:
