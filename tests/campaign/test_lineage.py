@@ -74,7 +74,7 @@ def _work(folder: Path, memory: Path, opening: Opening, writer: int) -> None:
     say("restored", state["serial"], "none" if restored is None else restored.source)
     number = 0 if restored is None else restored.step + 1
     for serial, (where, waits) in enumerate(opening.saves, opening.first):
-        say("trying", serial)
+        say("trying", serial, number)
         pending = engine.checkpoint(
             state_of(serial), step=number, tier=where, metadata={"serial": serial}  # type: ignore[arg-type]
         )  # fmt: skip
@@ -96,6 +96,7 @@ class History:
     Attributes:
         heads: The checkpoints that may be the newest of the line that they are on; None for its beginning.
         parents: Of each checkpoint that was tried, the one that its state goes back to.
+        steps: Of each checkpoint that was tried, its step.
         intact: Of each host, the checkpoint that is the newest in its memory, if that is known.
         image: A copy of the disk, and the heads of then.
     """
@@ -104,6 +105,7 @@ class History:
     memory: Path
     heads: set[int | None] = field(default_factory=lambda: {None})
     parents: dict[int, int | None] = field(default_factory=dict)
+    steps: dict[int, int] = field(default_factory=dict)
     intact: dict[str, int | None] = field(default_factory=dict)
     image: tuple[Path, set[int | None]] | None = None
     told: list[str] = field(default_factory=list)
@@ -139,6 +141,7 @@ class History:
                 self.check(opening, base, source, there)
             elif word == "trying":
                 self.parents[rest[0]] = tried[-1] if tried else base
+                self.steps[rest[0]] = rest[1]
                 tried.append(rest[0])
             elif word == "ended":
                 ended = True
@@ -157,6 +160,8 @@ class History:
             return
         if opening.begins == "oldest":
             asked = next((serial for step, serial in there if step == there[-1][0]), None)
+            if there and source == "memory" and base is not None and base in self.line():  # a newer one of that step
+                asked = base if self.steps[base] == there[-1][0] else asked
             assert not there or base == asked, ("not the step that was asked for", there, self.told)
             return
         if source == "memory":
