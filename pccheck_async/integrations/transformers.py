@@ -340,7 +340,7 @@ class PCcheckCallback(TrainerCallback):
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Restore the values that the Trainer has just reset; RuntimeError if the callback was not attached."""
         if self._trainer is None:
-            raise RuntimeError("leave it out of callbacks=, and call PCcheckCallback(path).attach(trainer)")
+            raise RuntimeError("callbacks= takes no PCcheckCallback: call PCcheckCallback(path).attach(trainer)")
         self._progress.finish()
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:

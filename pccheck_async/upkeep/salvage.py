@@ -222,11 +222,10 @@ def as_recorded(found: FoundCheckpoint, entries: Sequence[Entry], slots: Collect
     for entry in entries:
         same = entry.slot == one.slot and (entry.counter == one.counter or entry.time == one.time)
         if same and entry.manifest_checksum != one.manifest_checksum:
-            name, note = slot_name(one.slot), "its manifest is not the one that the record names: damaged"
-            damage = Damage(name, "manifest", one.manifest_offset, one.manifest_nbytes, "checksum mismatch")
-            return dataclasses.replace(
-                found, damage=(damage,), note=f"{note} (--slot names it)", entry=one if one.slot in slots else None
-            )
+            note = "its manifest is not the one that the record names: damaged"
+            where = one.manifest_offset, one.manifest_nbytes
+            damage = Damage(slot_name(one.slot), "manifest", *where, "checksum mismatch")
+            return dataclasses.replace(found, damage=(damage,), note=note, entry=one if one.slot in slots else None)
     return found
 
 
