@@ -15,7 +15,6 @@ from pccheck_async.format import (
     Metadata,
     Restored,
     Tier,
-    check_tier,
     explained,
     formerly,
     the_one,
@@ -167,7 +166,7 @@ class SyncCheckpointEngine(EngineBase):
             StoreFullError: with ``keep_last="all"``, 64 checkpoints are kept or in flight; nothing was captured.
         """
         pending, start = self._core.start_checkpoint(
-            state, step, metadata, name=name, replace=replace, overlap=overlap, tier=check_tier(tier)
+            state, step, metadata, name=name, replace=replace, overlap=overlap, tier=tier
         )
         if pending.skipped:
             return pending

@@ -237,7 +237,7 @@ class Capture:
         lazy: The part that is captured while training goes on; None if the caller waits for all of the state.
         inline: The capture of all of it, if it was captured inline: the live state is not read any more. Else None.
         time: Time of the capture, in seconds since the epoch.
-        plan: The chunks. This and the next two are set by :meth:`begin`.
+        plan: The chunks. This and the next two are set by :meth:`begin`, unless the capture is inline.
         entries: Offset, length and checksum of each chunk. Of a chunk that is not captured yet the checksum is the
             largest one, so that the manifest is as long as it can become.
         pieces: The checksums of the pieces of each chunk, zeros of the same length before it is captured.
@@ -275,18 +275,17 @@ class Capture:
         self._sources = layout.sources
         self.live: set[int] = set()
         self.eager: set[int] = set()
+        if inline is not None:
+            self.plan, self.entries, self.pieces = inline.plan, [inline.entry], [inline.piece_sums]
 
     async def begin(self, planner: Planner, on_fence: Fenced | None = None) -> Plan:
-        """Prepare the copying, and return the chunks; a backend may copy the state on its device first.
+        """Prepare the copying, unless it was inline, and return the chunks; a backend may copy on its device first.
 
         ``on_fence`` is called, on any thread, once all remaining copies of the live state are queued on devices, with
         the fence after them.
 
         Cancellation: ends once all that was started ended.
         """
-        if self.inline is not None:
-            self.plan, self.entries, self.pieces = self.inline.plan, [self.inline.entry], [self.inline.piece_sums]
-            return self.plan
         self.plan = plan = planner.plan(self.layout)
         self._chunks, self._on_fence = plan.chunks, on_fence if self._sources.devices else None
         self._fence = _NO_COPIES

@@ -43,6 +43,7 @@ from pccheck_async.format import (
     Which,
     check_metadata,
     check_name,
+    check_tier,
     describe_which,
     matches,
     new_step,
@@ -97,7 +98,8 @@ class EngineCore:
         self._unrestored: list[CheckpointInfo] = []  # found at opening, until the first restore or save
         self._restored_step: int | None = None  # from a restore until the next step
         self._passed_over = set[int]()  # counters of checkpoints that a restore could not read: their names are free
-        self._last_step: tuple[int, bool] | None = None  # since a restore, and whether training began it
+        self._last_step: int | None = None  # since a restore
+        self._last_begun = False  # whether training began it
         self._told_smaller = self.config.overwrite
         self._told_unrestored = False
         self.metric = MetricWatch(config.retention.best, self.path)
@@ -407,6 +409,8 @@ class EngineCore:
         Returns:
             The checkpoint, and the ``time.perf_counter()`` at which the call began, for ``in_flight.note_waited``.
         """
+        if tier != "disk":
+            check_tier(tier)
         counter = self.in_flight.counter
         try:
             if tier == "memory" and self.config.memory is None:
@@ -477,19 +481,18 @@ class EngineCore:
         name = None if name is None else check_name(name)
         plain = check_metadata(metadata or {}, name) if metadata or name is not None else {}
         last = last or tier == "memory"  # which takes no place
-        skipped = None if last else self.in_flight.skip(step)
+        before = self.in_flight.counter
+        skipped = self._find_place(step, name, replace=replace, last=last)
         if skipped is not None:
             self.in_flight.tell_skipped(skipped, step)
             return skipped, start
-        self._check_place(name, replace=replace)
-        optimizers = self.guard.optimizers if overlap else None
         capture = self.captures.start(
             state,
             assembly.backend,
-            optimizers,
+            self.guard.optimizers if overlap else None,
             check_bytes=self.config.storage.check_captures,
             inline=assembly.inline_captures,
-            number=self.in_flight.counter + 1,
+            number=before + 1,
         )
         state_seconds = time.perf_counter() - start
         flight: Flight | None = None
@@ -497,10 +500,10 @@ class EngineCore:
         try:
             with self.in_flight.lock, _Admission(self, step, tier):
                 self.check_alive()
-                skipped = None if last else self.in_flight.skip(step)  # others may have been admitted meanwhile
-                if skipped is not None:
-                    return skipped, start
-                self._check_place(name, replace=replace)
+                if self.in_flight.counter != before:  # others were admitted meanwhile
+                    skipped = self._find_place(step, name, replace=replace, last=last)
+                    if skipped is not None:
+                        return skipped, start
                 # A checkpoint that waits for its turn keeps its caller waiting, too: else checkpoints would pile up.
                 returns_at_once = capture.inline is not None and len(self.in_flight) < self.config.max_in_flight
                 # The counter is used up before the scheduler gets the checkpoint: else, after an interrupt in between,
@@ -547,17 +550,17 @@ class EngineCore:
           each epoch.
         """
         restored, self._restored_step = self._restored_step, None
-        last = self._last_step
+        last, again = self._last_step, begun and self._last_begun
         if step is not None:
-            self._last_step = step, begun or last == (step, True)
-        if not self._told_smaller and last is not None and step is not None and (step, not begun) < (last[0], last[1]):
+            self._last_step, self._last_begun = step, begun or (self._last_begun and step == last)
+        if last is not None and step is not None and step < last + again and not self._told_smaller:
             self._told_smaller = True
             text = (
                 "step %d comes after step %d, without a restore between them: a checkpoint of it is the newest one all "
                 "the same; a loop that is run again begins with restore(state), and goes on from there; one of several "
                 "epochs numbers their steps in one row; an engine with overwrite=True does so, and is not told"
             )
-            write("step_went_back", text, step, last[0], step=step, store=self.path)
+            write("step_went_back", text, step, last, step=step, store=self.path)
         if restored is not None and step is not None and step < restored + begun:
             text = (
                 "step %d was restored, and the next one is step %d, whose checkpoint may replace it: a loop goes on "
@@ -581,14 +584,17 @@ class EngineCore:
         text = "nobody has restored step %d, and %s is saved after it: restore(state) goes on from there"
         write("unrestored", text, newest, "another state" if step is None else f"step {step}", store=self.path)
 
-    def _check_place(self, name: str | None, *, replace: bool) -> None:
-        """Raise ValueError if another checkpoint has this name, unless it is to be replaced.
+    def _find_place(self, step: int | None, name: str | None, *, replace: bool, last: bool) -> PendingCheckpoint | None:
+        """Return None if a checkpoint can be admitted, or the result of a call that is skipped, which ``last`` is not.
 
-        Raise StoreFullError if a record cannot name one more. Checkpoints in flight count, too: else the caller would
-        get the error only after they are written.
+        Raise ValueError if another checkpoint has this name, unless it is to be replaced; StoreFullError if a record
+        cannot name one more. Checkpoints in flight count, too: else the caller would get the error only after they are
+        written.
         """
+        if not last and (skipped := self.in_flight.skip(step)) is not None:
+            return skipped
         if name is None and not isinstance(self.keeps, KeepAll):
-            return
+            return None
         there = {flight.counter: flight.name for flight in self.in_flight.checkpoints()}
         free = {*self._passed_over, *(info.counter for info in self.infos if info.rejected)}
         there.update((info.counter, None if info.counter in free else info.name) for info in self.infos)
@@ -600,6 +606,7 @@ class EngineCore:
                 )
             there = {counter: other for counter, other in there.items() if other != name}
         self.keeps.check_place(len(there))
+        return None
 
     @property
     def newest_step(self) -> int | None:

@@ -195,6 +195,13 @@ class Flight:
             capture, before the caller may change the state. Set by ``Guard.watch``; None if nothing is lazy.
     """
 
+    superseded = False
+    stall = 0.0
+    nbytes: int | None = None
+    captured_nbytes = written_nbytes = 0
+    failure_told = overlap_was_chosen = given_up = False
+    compare: Callable[[], None] | None = None
+
     def __init__(
         self,
         step: int,
@@ -209,15 +216,7 @@ class Flight:
         self.counter = counter
         self.name = name
         self.on_disk = on_disk
-        self.superseded = False
-        self.given_up = False
         self.admitted_at = self.captured_at = time.monotonic()
-        self.stall = 0.0
-        self.nbytes: int | None = None
-        self.captured_nbytes = self.written_nbytes = 0
-        self.compare: Callable[[], None] | None = None
-        self.failure_told = False
-        self.overlap_was_chosen = False
         self._pid = os.getpid()
         self._eager_captured: Promise[None] = Promise()
         self._captured: Promise[None] = Promise()

@@ -48,7 +48,7 @@ class InFlight:
         self.memory_stall = 0.0
         self._failed: list[tuple[Flight, Exception]] = []
         self.torn = 0
-        self._reports: dict[Tier, deque[SaveReport]] = {
+        self._reports: dict[Tier, deque[tuple[int, float, float, float, float, int]]] = {  # arguments of SaveReports
             "disk": deque(maxlen=_MOST_REPORTS),
             "memory": deque(maxlen=_MOST_REPORTS),
         }
@@ -152,8 +152,10 @@ class InFlight:
         elif superseded:  # the time of its end is no measure of a save
             event = Superseded(step=step, counter=counter, seconds=seconds)
         else:
-            times = {"seconds": seconds, "capture_seconds": max(0.0, captured), "stall": stall}
-            event = Durable(step=step, counter=counter, nbytes=nbytes, **times)
+            captured = max(0.0, captured)
+            event = Durable(
+                step=step, counter=counter, nbytes=nbytes, seconds=seconds, capture_seconds=captured, stall=stall
+            )
         with self.lock:  # both at once: statistics count each checkpoint once
             if flight not in self._in_flight:
                 return  # it was withdrawn, and its end is delivered
@@ -166,7 +168,7 @@ class InFlight:
             if error is not None:
                 self._failed.append((flight, error))
             elif not superseded:
-                self._reports["disk"].append(SaveReport(now=now, step=step, nbytes=nbytes, **times))
+                self._reports["disk"].append((step, now, seconds, captured, stall, nbytes))
         self._stream.publish(event)
         if error is None and not superseded:
             self._end_in_memory(counter, info)
@@ -178,7 +180,7 @@ class InFlight:
         """
         now, since = time.monotonic(), flight.admitted_at
         captured, nbytes = max(0.0, flight.captured_at - since), flight.nbytes or 0
-        report = SaveReport(flight.step, now, now - since, captured, flight.stall, nbytes)
+        report = flight.step, now, now - since, captured, flight.stall, nbytes
         with self.lock:
             if flight in self._in_flight:
                 del self._in_flight[flight]
@@ -228,7 +230,7 @@ class InFlight:
         Each report is returned once.
         """
         reports = self._reports[tier]
-        return [reports.popleft() for _ in range(len(reports))]
+        return [SaveReport(*reports.popleft()) for _ in range(len(reports))]
 
     def raise_untold(self) -> None:
         """Raise the first failure that was not awaited (or warn of it), with the others as notes on it."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import InitVar, dataclass, field
 from functools import partial
@@ -291,11 +291,12 @@ class Scheduler:
         Returns the checkpoint that is durable then, and whether that is a newer one, by which this one is superseded.
         """
         plan = await self._begin(job)
-        staged, decided = await self._save_in_memory(job, plan) or (None, None)
+        staged, decided = (await self._save_in_memory(job, plan) if job.in_memory else None) or (None, None)
         try:
             async with SlotWriter(self.store, self.pool, plan, _only_chunk(job, plan, staged)) as writer:
                 if staged is None:
-                    await self._capture(job, plan, writer)
+                    if order := job.capture.order():
+                        await self._capture(job, plan, writer, order)
                     manifest = self._encode(job)
                 else:
                     await self._write_staged(plan, staged, writer)
@@ -327,26 +328,28 @@ class Scheduler:
         flight, capture, overlapped = job.flight, job.capture, job.overlapped
         if flight.nbytes is not None:
             return capture.plan  # it was to be saved in memory alone
-        plan = await capture.begin(self.planner, None if overlapped is None else overlapped.fence.set_result)
+        if (inline := capture.inline) is None:
+            await capture.begin(self.planner, None if overlapped is None else overlapped.fence.set_result)
+        plan = capture.plan
         flight.nbytes = plan.payload_nbytes
-        if (inline := capture.inline) is not None:
-            enter_chunk(0)
-            self.stream.clock.note("capture", *inline.seconds, plan.payload_nbytes)
-            enter_chunk(None)
+        if inline is not None:
+            start, end = inline.seconds
+            self.stream.clock.add("capture", 1, plan.payload_nbytes, end - start)
+            if job.trace is not None:
+                work.get()._replace(chunk=0).record("capture", start, end, plan.payload_nbytes)
             flight.captured_nbytes = plan.payload_nbytes
         self._note_progress(job)
         return plan
 
-    async def _capture(self, job: Job, plan: Plan, writer: SlotWriter) -> None:
-        """Copy the chunks that are not captured yet, and hand them to the writer."""
-        if order := job.capture.order():
-            async with Tasks() as tasks:
-                await writer.reserve(tasks, lambda: len(self._encode(job)))
-                for number, index in enumerate(order):
-                    place = await writer.place(plan.chunks[index])
-                    tasks.create_task(self._save_chunk(job, index, writer, place))
-                    if number % _YIELD_EVERY == 0:
-                        await asyncio.sleep(0)  # those begin while the others are still being made
+    async def _capture(self, job: Job, plan: Plan, writer: SlotWriter, order: Sequence[int]) -> None:
+        """Copy the chunks that are not captured yet, in their ``order``, and hand them to the writer."""
+        async with Tasks() as tasks:
+            await writer.reserve(tasks, lambda: len(self._encode(job)))
+            for number, index in enumerate(order):
+                place = await writer.place(plan.chunks[index])
+                tasks.create_task(self._save_chunk(job, index, writer, place))
+                if number % _YIELD_EVERY == 0:
+                    await asyncio.sleep(0)  # those begin while the others are still being made
 
     async def _commit(self, written: Written, sample: ReplicaSample | None) -> bool:
         start = time.perf_counter()
@@ -368,7 +371,7 @@ class Scheduler:
         complete, from the slot. Raises CheckpointError: neither of them has all of the checkpoint.
         """
         memory, capture, counter = self.memory, job.capture, job.flight.counter
-        if memory is None or not job.in_memory:
+        if memory is None:
             return None
         # Before the turn: in a group those that have the places there may wait for it, once the disk admits them.
         if not await self.peers.admitted_in_memory(counter):
@@ -382,7 +385,8 @@ class Scheduler:
             first = None if capture.inline is None else capture.inline.buffer
             try:
                 async with SlotWriter(memory.store, self.pool, plan, first, lease) as writer:
-                    await self._capture(job, plan, writer)
+                    if order := capture.order():
+                        await self._capture(job, plan, writer, order)
                     manifest = self._encode(job)
                     slot, rest = await writer.finish(manifest)
             except OSError as error:  # its file was cut off, say
@@ -530,14 +534,15 @@ class Scheduler:
     def _note_progress(self, job: Job) -> None:
         """Resolve the flight's promises about the capture, as far as they are true. Called after each progress."""
         flight, capture = job.flight, job.capture
-        if not capture.eager:
-            flight.set_eager_captured()
         if capture.live or job.captured:
+            if not capture.eager:
+                flight.set_eager_captured()
             return
         job.captured = True
-        at = flight.captured_at if flight.is_captured else time.monotonic()  # a small one before it came here
-        seconds, nbytes = max(0.0, at - flight.admitted_at), flight.nbytes or 0
-        self.stream.emit(Captured(step=flight.step, counter=flight.counter, nbytes=nbytes, seconds=seconds))
+        if self.stream.hooks.hooks:  # the event is for them alone
+            at = flight.captured_at if flight.is_captured else time.monotonic()  # a small one before it came here
+            seconds, nbytes = max(0.0, at - flight.admitted_at), flight.nbytes or 0
+            self.stream.emit(Captured(step=flight.step, counter=flight.counter, nbytes=nbytes, seconds=seconds))
         flight.set_captured()
 
     def _entry(self, job: Job, slot: SlotLease, manifest: bytes) -> Entry:

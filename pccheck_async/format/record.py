@@ -153,7 +153,9 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     @property
     def info(self) -> CheckpointInfo:
         """The public description of the checkpoint."""
-        metadata, name, rejected = dict(self.metadata), self.name, self.rejected
+        metadata, name, rejected = dict(self.metadata), None, False
+        if metadata:
+            name, rejected = self.name, self.rejected
         if name is not None:
             del metadata[NAME_KEY]
         if rejected:

@@ -26,7 +26,7 @@ from pccheck_async.errors import (
 from pccheck_async.medium.base import File, Medium, MediumFacts, MediumStatistics, Part
 from pccheck_async.medium.filesystem import probe
 from pccheck_async.medium.folder import Folder, largest_file
-from pccheck_async.telemetry import StageClock, write
+from pccheck_async.telemetry import StageClock, work, write
 from pccheck_async.transfer import abandoned_in_child
 from pccheck_async.transfer.operations import ChainStep, Kind, Operations, Step
 
@@ -38,6 +38,7 @@ REMOVED = "the file was removed while the store was open; open it again"
 _ZEROS = "the filesystem reserves no space, which is taken by writing zeros (%s)"
 _BUFFERED = "%s: buffered I/O with fdatasync: %s"
 _WRITE, _FLUSH, _UNLOCK, _LINKED = Kind.WRITE, Kind.FLUSH, Kind.UNLOCK, Kind.LINKED
+_SPANS = {_WRITE: "write", _FLUSH: "flush"}
 
 
 class Files(Medium):
@@ -260,14 +261,24 @@ class Files(Medium):
         self, files: Sequence[File], steps: Sequence[ChainStep], ended: Sequence[Step], start: float
     ) -> OSError | None:
         """Add the steps of a chain that ended to the statistics; return the error that ended the chain, or None."""
-        note = self._clock.note
+        writes = nbytes = flushes = 0
+        writing = flushing = 0.0
+        now = work.get()
+        recorded = now.recorder is not None
         for step, (_, end) in zip(steps, ended, strict=False):
             kind = step[0]
             if kind == _WRITE:
-                note("write", start, end, len(step[3]))
+                writes += 1
+                nbytes += len(step[3])
+                writing += end - start
             elif kind == _FLUSH:
-                note("flush", start, end)
+                flushes += 1
+                flushing += end - start
+            if recorded and kind in _SPANS:
+                now.record(_SPANS[kind], start, end, len(step[3]) if kind == _WRITE else 0)
             start = end
+        self._clock.add("write", writes, nbytes, writing)
+        self._clock.add("flush", flushes, 0, flushing)
         if not ended or ended[-1][0] >= 0:
             return None
         number = -ended[-1][0]

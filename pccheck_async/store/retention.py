@@ -82,8 +82,10 @@ class MetricWatch:
 
     def note_save(self, metadata: Mapping[str, Any], there: Callable[[], Iterable[CheckpointInfo]]) -> None:
         """Count a new checkpoint, and record its metadata; warn at the 16th. ``there`` returns older checkpoints."""
-        self.note(metadata)
         self._saves += 1
+        if self._best is None:  # no rule names one, or it was seen
+            return
+        self.note(metadata)
         if self._saves == _MANY:
             self._warn(there)
 
@@ -202,7 +204,7 @@ class Retention:
         ``damaged`` are the counters of checkpoints known to be damaged, which are dropped.
         """
         candidates = _candidates(committed, new, damaged)
-        counted = [entry for entry in candidates if not entry.rejected]
+        counted = [entry for entry in candidates if not entry.metadata or not entry.rejected]
         kept = {entry.counter for entry in counted[: self.keep_last]}
         kept.update([entry.counter for entry in candidates if entry.pinned])
         if (best := self.best) is not None:

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import final
+from typing import NamedTuple, final
 
 from msgspec.structs import replace
 
@@ -107,8 +107,7 @@ class StoreStatistics:
     """Bytes that were not written, as their slot still held them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
+class Written(NamedTuple):
     """A checkpoint in its slot that no record names yet.
 
     Attributes:
@@ -200,22 +199,23 @@ class Store:
 
         Raises StoreFullError: no space, and only free slots were changed; StoreFailedError.
         """
-        await self._free_damaged()
+        if self.committed.adopted:
+            await self._free_damaged()
         async with self.slots.lock:
             await self._check_leasing()
             return await self.slots.lease(align(nbytes, self.block_bytes))
 
     async def reserve_now(self, nbytes: int, *, creates: bool) -> SlotLease | None:
         """Call :meth:`reserve` without waiting; None if readers hold all slots, or one would have to be created."""
-        await self._free_damaged()
+        if self.committed.adopted:
+            await self._free_damaged()
         async with self.slots.lock:
             await self._check_leasing()
             return await self.slots.lease_now(align(nbytes, self.block_bytes), set(), creates=creates)
 
     async def _free_damaged(self) -> None:
-        """Write a record without damaged checkpoints if a restore adopted a superseded one, which it then names."""
-        if self.committed.adopted:
-            await self.amend(lambda entries: entries)
+        """Write a record without damaged checkpoints, which names the superseded one that a restore adopted."""
+        await self.amend(lambda entries: entries)
 
     async def _check_leasing(self) -> None:
         """Raise StoreFailedError if the store takes no more commits; take it over on first use.

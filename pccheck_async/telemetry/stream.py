@@ -165,9 +165,10 @@ class Stream:
         self._held_up_at = -math.inf  # when that was last logged
 
     def emit(self, event: Event) -> None:
-        """Add an event to the totals, and publish it if it has a level, is a wait, or there are hooks."""
+        """Add an event to the totals, and publish it if anybody is interested."""
         self.totals.add(event)
-        if event.level is not None or type(event) is Waited or self.hooks.hooks:  # else nobody is interested
+        wanted = event.level is not None or self.hooks.hooks
+        if wanted or (type(event) is Waited and (self.trace is not None or event.seconds > _LONG_SECONDS)):
             self.publish(event)
 
     def publish(self, event: Event) -> None:

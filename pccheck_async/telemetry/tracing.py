@@ -57,6 +57,11 @@ class Work(NamedTuple):
     recorder: Sink | None = None
     """Function that gets the spans; None if they are not recorded."""
 
+    def record(self, name: str, start: float, end: float, nbytes: int = 0) -> None:
+        """Record a span of this work, which has a recorder."""
+        assert self.recorder is not None
+        self.recorder(Span(name, start, end, nbytes, self.step, self.counter, self.chunk))
+
 
 work: ContextVar[Work] = ContextVar("work", default=Work())  # noqa: B039 - a tuple
 """The work of the current task. Tasks that it starts inherit the value, so that lower modules need no arguments."""
@@ -77,11 +82,21 @@ class Stage:
     seconds: float = 0.0
 
 
+class _Sums:
+    """The sums of a stage so far: attributes take half as long to change as the items of a list."""
+
+    __slots__ = ("count", "nbytes", "seconds")
+
+    def __init__(self) -> None:
+        self.count = self.nbytes = 0
+        self.seconds = 0.0
+
+
 class StageClock:
     """Adds up counts, bytes and seconds by stage, and records each operation as a span of the current work."""
 
     def __init__(self, *names: str) -> None:
-        self._sums: dict[str, list[float]] = {name: [0, 0, 0.0] for name in names}
+        self._sums = {name: _Sums() for name in names}
 
     @contextmanager
     def timed(self, name: str, nbytes: int = 0) -> Iterator[None]:
@@ -94,13 +109,17 @@ class StageClock:
 
     def note(self, name: str, start: float, end: float, nbytes: int = 0) -> None:
         """Add an operation from ``start`` to ``end`` (by ``time.perf_counter()``) to a stage, and record its span."""
+        self.add(name, 1, nbytes, end - start)
+        if (now := work.get()).recorder is not None:
+            now.record(name, start, end, nbytes)
+
+    def add(self, name: str, count: int, nbytes: int, seconds: float) -> None:
+        """Add ``count`` operations to a stage, whose spans the caller records."""
         sums = self._sums[name]
-        sums[0] += 1
-        sums[1] += nbytes
-        sums[2] += end - start
-        if (record := (now := work.get()).recorder) is not None:
-            record(Span(name, start, end, nbytes, now.step, now.counter, now.chunk))
+        sums.count += count
+        sums.nbytes += nbytes
+        sums.seconds += seconds
 
     def stages(self) -> dict[str, Stage]:
         """Return the sums so far, by stage."""
-        return {name: Stage(int(count), int(nbytes), seconds) for name, (count, nbytes, seconds) in self._sums.items()}
+        return {name: Stage(sums.count, sums.nbytes, sums.seconds) for name, sums in self._sums.items()}

@@ -190,8 +190,10 @@ class TrainingRun(TrainingHooks):
         return self.core.peers.stopping(preempted=self.preemption.pending)
 
     def before_checkpoint(self, state: Mapping[str, Any]) -> bool:
-        self._warn_of_absent(state)
-        self.preemption.go_on()
+        if not self._looked_for_absent:
+            self._warn_of_absent(state)
+        if self.preemption.limited:
+            self.preemption.go_on()
         return self.stopping
 
     def before_restore(self) -> None:

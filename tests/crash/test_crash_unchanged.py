@@ -61,7 +61,7 @@ def unchanged(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
             raise CheckpointError("torn")
 
         if rng.random() < 0.1:
-            written = dataclasses.replace(written, check=torn)
+            written = written._replace(check=torn)
         await finish_data(self, written)
 
     rng, note_flushed, finish_data = random.Random(1), KnownBytes.note_flushed, Store.finish_data

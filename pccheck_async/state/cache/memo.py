@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from pccheck_async.state.cache.constants import Constants
 from pccheck_async.state.cache.layout_cache import LayoutCache
@@ -39,25 +39,37 @@ class Memos:
 
     def __init__(self) -> None:
         self._torn = TornLeaves()
-        self._known: tuple[tuple[list[str], list[weakref.ref[Any]], Memo], ...] = ()
+        self._known: tuple[_Known, ...] = ()
 
     def of(self, state: Mapping[str, Any]) -> Memo:
         """Return the memo of a state with the same objects, else of one with the same keys, else a new one.
 
         A memo is found by its keys only if its state had no objects, or they are all gone: a program may wrap its
-        objects anew for each checkpoint. The memo becomes the newest; the oldest may be dropped.
+        objects anew for each checkpoint. The newest memo without objects is found by its keys at once: objects are
+        looked for only after that. The memo becomes the newest; the oldest may be dropped.
         """
-        keys, objects = [*state], _references(state)
-        known = self._known
-        if known and known[0][0] == keys and _same(known[0][1], objects):
-            return known[0][2]
-        memo = next((memo for _, others, memo in known if objects and _same(others, objects)), None) or next(
-            (memo for names, others, memo in known if {*names} == {*keys} and all(each() is None for each in others)),
+        known, keys = self._known, [*state]
+        newest = known[0] if known and known[0].keys == keys else None
+        if newest is not None and not newest.objects:
+            return newest.memo
+        objects = _references(state)
+        if newest is not None and _same(newest.objects, objects):
+            return newest.memo
+        memo = next((each.memo for each in known if objects and _same(each.objects, objects)), None) or next(
+            (each.memo for each in known if {*each.keys} == {*keys} and all(one() is None for one in each.objects)),
             None,
         )
         memo = memo or Memo(self._torn)
-        self._known = ((keys, objects, memo), *[each for each in known if each[2] is not memo])[:_MOST]
+        self._known = (_Known(keys, objects, memo), *[each for each in known if each.memo is not memo])[:_MOST]
         return memo
+
+
+class _Known(NamedTuple):
+    """A state that was saved, without its values."""
+
+    keys: list[str]
+    objects: list[weakref.ref[Any]]
+    memo: Memo
 
 
 def _same(others: list[weakref.ref[Any]], objects: list[weakref.ref[Any]]) -> bool:
