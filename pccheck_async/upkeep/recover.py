@@ -242,7 +242,6 @@ def recover_store(
             found = [replace(one, note=notes.get(one.slot, one.note)) for one in found]
         else:
             entries, strange = list(record.entries), set()
-        named = {(entry.counter, entry.slot) for entry in entries}
         version = _version(Path(path), identity, record)
         is_checked = identity_state == "valid" and record is not None and not search
         verification = await _verify(Place(path, opened, of_group=False), progress) if is_checked else None
@@ -254,7 +253,7 @@ def recover_store(
             tuple(entry.info for entry in entries),
             missing=tuple([slot_name(entry.slot) for entry in before if not await _has_slot(medium, entry)]),
             problems=(*problems, *_damaged_chunks(verification), *others),
-            dropped=tuple(entry.info for entry in before if (entry.counter, entry.slot) not in named),
+            dropped=_dropped(before, entries),
             refusal=_only_by_its_group(Path(path))
             if version == GROUP_VERSION and (not record or search)
             else _guessed(name, entries, strange if slots is None else (), search=search),
@@ -389,6 +388,17 @@ async def _check_alone(medium: Medium, name: str, found: Sequence[FoundCheckpoin
 async def _verify(place: Place, progress: Progress) -> Verification:
     await place.look()
     return await check_place(place, progress=progress)
+
+
+def _dropped(before: Sequence[Entry], named: Sequence[Entry]) -> tuple[CheckpointInfo, ...]:
+    """Return the checkpoints of ``before`` that are not ``named``, neither in their slots nor, the same, in others."""
+    there = {(entry.counter, entry.slot) for entry in named}
+    moved = {(entry.counter, entry.manifest_checksum) for entry in named}
+    return tuple(
+        entry.info
+        for entry in before
+        if (entry.counter, entry.slot) not in there and (entry.counter, entry.manifest_checksum) not in moved
+    )
 
 
 def _not_found(record: Record | None, found: Sequence[FoundCheckpoint]) -> Iterator[str]:

@@ -213,6 +213,24 @@ def test_other_batches_inside_an_epoch(tmp_path: Path, caplog: pytest.LogCapture
     assert steps(tmp_path / "s") == [6]
 
 
+@pytest.mark.parametrize("own_first", [False, True])
+def test_loaders_of_the_other_kind_inside_an_epoch(tmp_path: Path, own_first: bool) -> None:
+    def train(steps: int, *, own: bool) -> Any:
+        samples = kit.Samples(24, random=False)
+        loader = ResumableLoader(samples, batch_size=4) if own else DataLoader(samples, 4, shuffle=True)
+        trainer = kit.make_trainer(tmp_path, adapter.PCcheckCallback(tmp_path / "s"), max_epochs=9, max_steps=steps)
+        trainer.fit(kit.Model(), loader, DataLoader(kit.Samples(8, random=False), 4))
+        return trainer
+
+    train(2, own=own_first)
+    with pytest.raises(StateMismatchError, match=r"inside an epoch whose loaders had .* until the epoch has ended"):
+        train(8, own=not own_first)
+    assert steps(tmp_path / "s") == [1]
+    train(6, own=own_first)  # ends the epoch
+    assert train(8, own=not own_first).global_step == 8
+    assert steps(tmp_path / "s") == [7]
+
+
 def test_a_validation_leaves_its_metrics_in_the_metadata_and_the_best_is_kept(tmp_path: Path) -> None:
     keep = Keep(best=("validation", 1, "min"))
     fit(callback := adapter.PCcheckCallback(tmp_path, interval=1, keep_last=20, keep=keep), max_epochs=3)

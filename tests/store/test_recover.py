@@ -428,7 +428,8 @@ def test_checkpoints_that_were_moved_are_said_to_be_elsewhere(tmp_path: Path) ->
         f"Step {step} is in {slots[5 - step].name}, and not in {slots[step].name}, as the record says."
         for step in (2, 3)
     }
-    stores.recover(tmp_path, search=True, write=True)
+    assert not found.dropped
+    assert not stores.recover(tmp_path, search=True, write=True).dropped
     check(tmp_path, 3, 2, 1)
 
 

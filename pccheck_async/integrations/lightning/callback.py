@@ -40,8 +40,8 @@ __all__ = ["PRIVATE", "PCcheckCallback"]
 PRIVATE: Final = {
     "Trainer.fit_loop": (
         "on_advance_end", "on_iteration_done", "epoch_progress", "epoch_loop", "state_dict", "load_state_dict",
-        "_combined_loader", "_data_fetcher", "_load_combined_loader_states", "is_resuming", "_can_stop_early",
-        "setup_data", "_should_reload_train_dl", "_last_train_dl_reload_epoch",
+        "_combined_loader", "_data_fetcher", "_load_combined_loader_states", "_combined_loader_states_to_load",
+        "is_resuming", "_can_stop_early", "setup_data", "_should_reload_train_dl", "_last_train_dl_reload_epoch",
     ),
     "Trainer.fit_loop.epoch_loop": (
         "on_advance_end", "on_run_start", "on_iteration_done", "batch_progress", "val_loop", "_should_accumulate",
@@ -187,13 +187,24 @@ class PCcheckCallback(Callback):
         draws: Draws = self._state["draws"]
         _around(loop.epoch_loop, "on_advance_end", after=lambda: self._end_batch(trainer))
         _around(loop, "on_advance_end", after=lambda: self._end_step(trainer))
-        _around(loop, "_load_combined_loader_states", before=draws.note_iter)  # called right before it
+        _around(loop, "_load_combined_loader_states", before=partial(self._before_positions, loop))
         _around(loop.epoch_loop, "on_run_start", before=lambda: self._begin_epoch(trainer))
         _around(loop.epoch_loop, "_on_before_fetch", before=lambda: draws.note_fetch(loop._combined_loader))
         draws.make_again(loop, "train")
         draws.make_again(loop.epoch_loop.val_loop, "val")
         # After the sanity check, which empties them, and where a fit that has nothing to train returns.
         _around(loop, "setup_data", after=lambda: trainer._logger_connector._callback_metrics.update(self._shown))
+
+    def _before_positions(self, loop: Any) -> None:
+        """Called before Lightning restores the positions of loaders, and then creates the iterator of the epoch."""
+        self._state["draws"].note_iter()
+        epoch = loop.epoch_progress.current
+        if self._rng is None:
+            return
+        if epoch.processed != epoch.ready:
+            self._state["sizes"].check_positions()
+        elif not _with_position(loop):  # the next epoch begins at its start
+            loop._combined_loader_states_to_load = []
 
     def _stop_again(self, trainer: Any, restored: Restored) -> bool:
         """Stop the training if it had been stopped before and no limit is larger now; return whether none follows."""
@@ -221,7 +232,7 @@ class PCcheckCallback(Callback):
             # A file of Lightning has no metrics: as after its own ``ckpt_path``, an epoch that it ended in takes no
             # step of a schedule that goes by one.
             kept = [] if self._state["others"].metrics else [loop]
-            if not any(hasattr(loader, "load_state_dict") for loader in loop._combined_loader.flattened):
+            if not _with_position(loop):
                 skip(loop, epoch.processed, batch.ready, self._state["draws"])
             results: _Results = self._state["results"]
             results.go_on()
@@ -477,6 +488,7 @@ class _Sizes:
         trainer = self._trainer
         return {
             "batches": trainer.num_training_batches,
+            "positions": _with_position(trainer.fit_loop),
             "accumulation": trainer.accumulate_grad_batches,
             "stopped": _why_stopped(trainer),
             "limits": _limits(trainer),
@@ -502,6 +514,17 @@ class _Sizes:
         saved, now = self._saved.get("limits", {}), _limits(self._trainer)
         raised = any(now[name] > limit for name, limit in saved.items())
         return "" if raised else self._saved.get("stopped", "")
+
+    def check_positions(self) -> None:
+        """Raise StateMismatchError if other loaders have positions in the data than in the saved epoch."""
+        now = _with_position(self._trainer.fit_loop)
+        if self._saved.get("positions", now) != now:
+            kinds = "no position in the data, as a DataLoader", "a position of their own, as a ResumableLoader"
+            then, here = kinds if now else kinds[::-1]
+            raise StateMismatchError(
+                f"the checkpoint was made inside an epoch whose loaders had {then}, and those of this program have "
+                f"{here}: the rest of the epoch would be other batches; {SAME_AGAIN}"
+            )
 
     def check(self, batches: int) -> None:
         """Raise StateMismatchError if an epoch has another number of batches now; warn of other gradient windows."""
@@ -656,6 +679,12 @@ def _forget_restart(loop: Any, *kept: Any) -> None:
     for each in (loop, loop.epoch_loop, loop.epoch_loop.val_loop):
         if each not in kept:
             each.on_iteration_done()
+
+
+def _with_position(loop: Any) -> bool:
+    """Return whether one of a loop's loaders restores its position by itself; False before they are set up."""
+    loaders = [] if loop._combined_loader is None else loop._combined_loader.flattened
+    return any(hasattr(loader, "load_state_dict") for loader in loaders)
 
 
 def _refuse_some_positions(loaders: list[Any]) -> None:
