@@ -149,7 +149,11 @@ class Stream:
         clock: Measures the engine's own stages.
         hooks: The users' hooks.
         trace: Function that records a span; None if spans are not recorded.
+        saturated: Whether checkpoints are saved as fast as they are admitted, as in a trial: then the log does not warn
+            that many are superseded.
     """
+
+    saturated = False
 
     def __init__(self, store: str) -> None:
         self.totals = Totals()
@@ -234,7 +238,7 @@ class Stream:
                 self._last.append(type(event) is Superseded)
             superseded, before = sum(self._last), self._burst
             self._burst = superseded > _LAST // (4 if before else 2)
-            if self._burst and not before:
+            if self._burst and not before and not self.saturated:
                 lines.append(("superseded_burst", _BURST, {"count": superseded, "last": len(self._last)}))
             if now - self._summed_at >= _SUMMARY_SECONDS:
                 sums, then = self._sums(), self._summed

@@ -150,6 +150,7 @@ def _turns(point: Point) -> int:
 @asynccontextmanager
 async def _engine(folder: Path, config: EngineConfig) -> AsyncIterator[EngineCore]:
     core = EngineCore(folder, config)
+    core.stream.saturated = True
     await run(core, core.open)
     try:
         yield core

@@ -34,6 +34,7 @@ from pccheck_async.medium.files import Files
 from pccheck_async.medium.filesystem import free_bytes
 from pccheck_async.medium.open_medium import IO
 from pccheck_async.stores import TunedSettings, Tuning
+from pccheck_async.telemetry import Stream
 from pccheck_async.testing import CrashDisk, CrashWriter, FailingWriter, ThrottledWriter
 from pccheck_async.transfer import available_cores
 from pccheck_async.transfer.operations import Operations
@@ -160,6 +161,23 @@ def test_a_store_is_left_as_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 
     asyncio.run(main())
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+@pytest.mark.slow
+def test_trials_do_not_warn_of_what_they_supersede(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def of_ends(self: Any, event: Any) -> Any:
+        self._last.extend([True] * 16)  # as on slow storage
+        return ended(self, event)
+
+    ended = Stream._of_ends
+    monkeypatch.setattr(Stream, "_of_ends", of_ends)
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.tune({"x": torch.rand(300_000)}, budget_seconds=SHORT)
+        assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+        engine.checkpoint({"x": torch.rand(9)}).result()
+    assert "were superseded" in caplog.text
 
 
 @pytest.mark.slow
