@@ -316,12 +316,15 @@ def _flushes(steps: Sequence[ChainStep]) -> bool:
 
 def _steps(parts: Sequence[Part]) -> tuple[list[File], list[ChainStep]]:
     """Return the files of all steps, and the steps that make ``parts`` durable; the last part's file stays locked."""
-    files = [file for file, _ in parts]
-    # First whether they have names: else all could succeed, and be gone with the descriptors.
-    steps: list[ChainStep] = [(_LINKED, file.fd) for file in files]
+    files: list[File] = []
+    steps: list[ChainStep] = []
+    for file, _ in parts:  # first whether they have names: else all could succeed, and be gone with the descriptors
+        files.append(file)
+        steps.append((_LINKED, file.fd))
     for file, pieces in parts:
         fd = file.fd
-        steps += [(_WRITE, fd, offset, data) for offset, data in pieces]
+        for offset, data in pieces:
+            steps.append((_WRITE, fd, offset, data))
         steps += ((_FLUSH, fd), (_UNLOCK, fd))
         files += [file] * (len(pieces) + 2)
     return files, steps[:-1]

@@ -100,7 +100,9 @@ class SlotTable:
         If readers hold slots, one slot beyond ``most`` is allowed; after that the caller has to wait. Each slot that a
         restore of this engine reads, and that no record names any more, allows one more.
         """
-        free = [slot for slot in self.free() if slot not in passed_over]
+        free = self.free()
+        if passed_over:
+            free = [slot for slot in free if slot not in passed_over]
         fitting = [slot for slot in free if self.sizes[slot] >= nbytes]
         if fitting:
             return SlotDecision(min(fitting, key=self._rank))
