@@ -625,10 +625,13 @@ def _is_to_be_written(name: str, recovery: Recovery, search: bool) -> bool:
 
 
 def _marked_as_before(entries: Sequence[Entry], record: Record | None) -> list[Entry]:
-    before = {(entry.counter, entry.slot): entry for entry in (record.entries if record else ())}
+    """Return ``entries``, pinned and rejected as in ``record``, which may name the same checkpoint in another slot."""
+    recorded = record.entries if record else ()
+    there = {(entry.counter, entry.slot): entry for entry in recorded}
+    moved = {(entry.counter, entry.manifest_checksum): entry for entry in recorded}
     marked = []
     for entry in entries:
-        named = before.get((entry.counter, entry.slot))
+        named = there.get((entry.counter, entry.slot)) or moved.get((entry.counter, entry.manifest_checksum))
         marked.append(entry if named is None else structs.replace(entry, pinned=named.pinned, metadata=named.metadata))
     return marked
 

@@ -223,6 +223,7 @@ def test_loaders_of_the_other_kind_inside_an_epoch(tmp_path: Path, own_first: bo
         return trainer
 
     train(2, own=own_first)
+    assert train(2, own=not own_first).global_step == 2  # nothing is left to train
     with pytest.raises(StateMismatchError, match=r"inside an epoch whose loaders had .* until the epoch has ended"):
         train(8, own=not own_first)
     assert steps(tmp_path / "s") == [1]

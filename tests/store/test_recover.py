@@ -429,8 +429,16 @@ def test_checkpoints_that_were_moved_are_said_to_be_elsewhere(tmp_path: Path) ->
         for step in (2, 3)
     }
     assert not found.dropped
+    stores.pin(tmp_path, step=2)
+    stores.reject(tmp_path, step=3)
     assert not stores.recover(tmp_path, search=True, write=True).dropped
-    check(tmp_path, 3, 2, 1)
+    assert [(info.step, info.pinned, info.rejected) for info in list_checkpoints(tmp_path)] == [
+        (3, False, True),
+        (2, True, False),
+        (1, False, False),
+    ]
+    for step in (1, 2, 3):
+        assert not difference(load_sync(tmp_path, step=step), state_of(step))
 
 
 @pytest.mark.slow

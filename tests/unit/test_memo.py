@@ -47,6 +47,17 @@ def test_states_with_other_objects_have_other_memos() -> None:
         assert memos.of({"model": target, "step": step}) is second
 
 
+def test_a_state_without_objects_does_not_take_the_place_of_those_with_its_keys() -> None:
+    learner, target, memos = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1), Memos()
+    plain = memos.of({"model": {"weight": torch.ones(1)}})
+    assert memos.of({"model": learner}) is plain
+    second = memos.of({"model": target})
+    assert second is not plain
+    for _ in range(3):
+        assert memos.of({"model": learner}) is plain
+        assert memos.of({"model": target}) is second
+
+
 def test_states_with_the_same_objects_have_one_memo_whatever_else_is_in_them() -> None:
     model, memos = torch.nn.Linear(1, 1), Memos()
     first = memos.of({"model": model})

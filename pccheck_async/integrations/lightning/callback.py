@@ -201,9 +201,9 @@ class PCcheckCallback(Callback):
         epoch = loop.epoch_progress.current
         if self._rng is None:
             return
-        if epoch.processed != epoch.ready:
+        if epoch.processed != epoch.ready and not _ends(loop.trainer):
             self._state["sizes"].check_positions()
-        elif not _with_position(loop):  # the next epoch begins at its start
+        elif not _with_position(loop):  # the next epoch begins at its start, or nothing is left to train
             loop._combined_loader_states_to_load = []
 
     def _stop_again(self, trainer: Any, restored: Restored) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any, Final, NamedTuple
 
 from pccheck_async.state.cache.constants import Constants
@@ -20,6 +21,8 @@ from pccheck_async.state.save.torn import TornLeaves
 
 _MOST: Final = 4
 """Number of states whose memos are kept."""
+_MOST_TYPES: Final = 64
+"""Most values of a state whose types are compared before objects are looked for: those of thousands take a while."""
 
 
 class Memo:
@@ -45,12 +48,11 @@ class Memos:
         """Return the memo of a state with the same objects, else of one with the same keys, else a new one.
 
         A memo is found by its keys only if its state had no objects, or they are all gone: a program may wrap its
-        objects anew for each checkpoint. The newest memo without objects is found by its keys at once: objects are
-        looked for only after that. The memo becomes the newest; the oldest may be dropped.
+        objects anew for each checkpoint. The memo becomes the newest; the oldest may be dropped.
         """
-        known, keys = self._known, [*state]
+        known, keys, types = self._known, [*state], [*map(type, islice(state.values(), _MOST_TYPES))]
         newest = known[0] if known and known[0].keys == keys else None
-        if newest is not None and not newest.objects:
+        if newest is not None and not newest.objects and newest.types == types:
             return newest.memo
         objects = _references(state)
         if newest is not None and _same(newest.objects, objects):
@@ -60,7 +62,7 @@ class Memos:
             None,
         )
         memo = memo or Memo(self._torn)
-        self._known = (_Known(keys, objects, memo), *[each for each in known if each.memo is not memo])[:_MOST]
+        self._known = (_Known(keys, types, objects, memo), *[each for each in known if each.memo is not memo])[:_MOST]
         return memo
 
 
@@ -68,6 +70,7 @@ class _Known(NamedTuple):
     """A state that was saved, without its values."""
 
     keys: list[str]
+    types: list[type]
     objects: list[weakref.ref[Any]]
     memo: Memo
 
