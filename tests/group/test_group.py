@@ -331,22 +331,25 @@ def test_a_rank_that_does_not_come_is_named_in_time(tmp_path: Path) -> None:
 
 
 def test_a_second_job_on_the_same_folder_is_refused_on_all_ranks(tmp_path: Path) -> None:
-    saved, refused = tmp_path / "saved", tmp_path / "refused"
+    saved, refused = tmp_path / "saved", [tmp_path / f"refused-{rank}" for rank in range(2)]
     told: list[tuple[str, str]] = []
 
     def first(group: Group) -> None:
         with SyncCheckpointEngine(tmp_path / "run", group=group) as engine:
             engine.checkpoint(state_of(group.rank, 0), step=0).result()
             saved.touch()
-            wait_for(refused)
+            wait_for(*refused)
             engine.checkpoint(state_of(group.rank, 1), step=1).result()
+
+    def refused_here(group: Group) -> tuple[str, str]:
+        why = failure(lambda: save(tmp_path / "run", group, range(1), lock_timeout=0.2))
+        refused[group.rank].touch()
+        wait_for(*refused)  # a rank 0 that goes before the other one has connected leaves it waiting for 20 s
+        return why
 
     def second(_: list[int]) -> None:
         wait_for(saved)
-        told.extend(
-            run_ranks(2, lambda group: failure(lambda: save(tmp_path / "run", group, range(1), lock_timeout=0.2)))
-        )
-        refused.touch()
+        told.extend(run_ranks(2, refused_here))
 
     run_ranks(1, first, meanwhile=second)
     assert {kind for kind, _ in told} == {StoreLockedError.__name__, GroupError.__name__}

@@ -44,7 +44,8 @@ Unpack = Callable[[str], Path]
 def unpack(tmp_path: Path) -> Unpack:
     def unpacked(name: str) -> Path:
         with tarfile.open(FIXTURES / f"{name}.tar.xz") as archive:
-            archive.extractall(tmp_path, filter="data")
+            archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.2 has none
+            archive.extractall(tmp_path)
         return tmp_path / name
 
     return unpacked
