@@ -463,6 +463,12 @@ class TrainingRun(TrainingHooks):
                 "before it was made anew, which are not saved; make optimizer and state from the model that trains"
             )
             write("not_in_state", text, type(each).__name__, store=self.core.path)
+        for each in optimizers if _holds_no_model(values) else ():
+            text = (
+                "the %s is in the state without what it trains: no model and no tensor is saved, and a resumed run "
+                'goes on with other parameters than these moments belong to; save {..., "model": model}'
+            )
+            write("not_in_state", text, type(each).__name__, store=self.core.path)
         for each in optimizers:
             if not strange(each) and (foreign := _foreign(values, each)):
                 text = (
@@ -646,6 +652,11 @@ def _parameters(values: list[Any]) -> set[int]:
     models = [each for each in values if isinstance(each, torch.nn.Module)]
     beside = {*map(id, _items(values))}
     return {id(parameter) for model in models for parameter in model.parameters()} | (beside if models else set())
+
+
+def _holds_no_model(values: list[Any]) -> bool:
+    """Return whether no parameter can be among the values: there is no module, and no tensor in a container."""
+    return not any(isinstance(each, torch.nn.Module | torch.Tensor) for each in [*values, *_items(values)])
 
 
 def _items(values: list[Any]) -> list[Any]:

@@ -555,6 +555,28 @@ def test_what_training_uses_and_does_not_save(tmp_path: Path, caplog: pytest.Log
     assert not told(caplog, "not_in_state")
 
 
+def test_an_optimizer_without_what_it_trains(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    states: list[dict[str, Any]] = [
+        {"optimizer": optimizer, "rng": RNGState()},
+        {"all": [optimizer, {"step": 3}]},
+        {"model": model, "optimizer": optimizer},
+        {"model": model.state_dict(), "optimizer": optimizer},
+        {"weights": [*model.parameters()], "optimizer": optimizer},
+        {"mine": Mine(), "optimizer": optimizer},
+    ]
+    said = []
+    for number, state in enumerate(states):
+        caplog.clear()
+        with SyncCheckpointEngine(tmp_path / str(number), interval=1) as engine, engine.step(state, 0):
+            pass
+        said.append([line for line in told(caplog, "not_in_state") if "without what it trains" in line])
+    assert list(map(len, said)) == [1, 1, 0, 0, 0, 0]
+    assert said[0][0].startswith("the AdamW is in the state without what it trains: no model and no tensor is saved")
+    assert said[0][0].endswith('save {..., "model": model}')
+
+
 class Ten(Dataset[torch.Tensor]):
     def __len__(self) -> int:
         return 10

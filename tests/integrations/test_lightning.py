@@ -232,6 +232,32 @@ def test_loaders_of_the_other_kind_inside_an_epoch(tmp_path: Path, own_first: bo
     assert steps(tmp_path / "s") == [7]
 
 
+class FirstOf(kit.Model):  # type: ignore[name-defined]
+    """Trains on the first of its loaders."""
+
+    def training_step(self, batch: Any, *arguments: Any) -> Any:
+        return super().training_step(batch["first"] if isinstance(batch, dict) else batch, *arguments)
+
+
+@pytest.mark.parametrize(("count", "then"), [(2, 1), (1, 2)])
+def test_another_number_of_loaders_inside_an_epoch(tmp_path: Path, count: int, then: int) -> None:
+    def train(steps: int, count: int) -> Any:
+        torch.manual_seed(0)
+        samples = [kit.Samples(24, random=False) for _ in range(2)]
+        first, second = (DataLoader(each, 4, shuffle=True) for each in samples)
+        loaders = {"first": first, "second": second} if count == 2 else first
+        trainer = kit.make_trainer(tmp_path, adapter.PCcheckCallback(tmp_path / "s"), max_epochs=9, max_steps=steps)
+        trainer.fit(FirstOf(), loaders, DataLoader(kit.Samples(8, random=False), 4))
+        return trainer
+
+    train(2, count)
+    with pytest.raises(StateMismatchError, match=rf"an epoch of {count} training loader.* this program has {then}: "):
+        train(8, then)
+    assert steps(tmp_path / "s") == [1]
+    train(6, count)  # ends the epoch
+    assert train(8, then).global_step == 8
+
+
 def test_a_validation_leaves_its_metrics_in_the_metadata_and_the_best_is_kept(tmp_path: Path) -> None:
     keep = Keep(best=("validation", 1, "min"))
     fit(callback := adapter.PCcheckCallback(tmp_path, interval=1, keep_last=20, keep=keep), max_epochs=3)

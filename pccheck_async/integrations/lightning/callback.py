@@ -202,7 +202,7 @@ class PCcheckCallback(Callback):
         if self._rng is None:
             return
         if epoch.processed != epoch.ready and not _ends(loop.trainer):
-            self._state["sizes"].check_positions()
+            self._state["sizes"].check_loaders()
         elif not _with_position(loop):  # the next epoch begins at its start, or nothing is left to train
             loop._combined_loader_states_to_load = []
 
@@ -488,6 +488,7 @@ class _Sizes:
         trainer = self._trainer
         return {
             "batches": trainer.num_training_batches,
+            "loaders": len(_loaders(trainer.fit_loop)),
             "positions": _with_position(trainer.fit_loop),
             "accumulation": trainer.accumulate_grad_batches,
             "stopped": _why_stopped(trainer),
@@ -515,14 +516,21 @@ class _Sizes:
         raised = any(now[name] > limit for name, limit in saved.items())
         return "" if raised else self._saved.get("stopped", "")
 
-    def check_positions(self) -> None:
-        """Raise StateMismatchError if other loaders have positions in the data than in the saved epoch."""
-        now = _with_position(self._trainer.fit_loop)
+    def check_loaders(self) -> None:
+        """Raise StateMismatchError if the saved epoch had another number of loaders, or others have positions."""
+        loop = self._trainer.fit_loop
+        count, now = len(_loaders(loop)), _with_position(loop)
+        then = self._saved.get("loaders", count)
+        if then != count:
+            raise StateMismatchError(
+                f"the checkpoint was made inside an epoch of {then} training loader(s), and this program has {count}: "
+                f"the rest of the epoch would be other batches; {SAME_AGAIN}"
+            )
         if self._saved.get("positions", now) != now:
             kinds = "no position in the data, as a DataLoader", "a position of their own, as a ResumableLoader"
-            then, here = kinds if now else kinds[::-1]
+            had, here = kinds if now else kinds[::-1]
             raise StateMismatchError(
-                f"the checkpoint was made inside an epoch whose loaders had {then}, and those of this program have "
+                f"the checkpoint was made inside an epoch whose loaders had {had}, and those of this program have "
                 f"{here}: the rest of the epoch would be other batches; {SAME_AGAIN}"
             )
 
@@ -681,10 +689,14 @@ def _forget_restart(loop: Any, *kept: Any) -> None:
             each.on_iteration_done()
 
 
+def _loaders(loop: Any) -> list[Any]:
+    """Return a loop's loaders; none before they are set up."""
+    return [] if loop._combined_loader is None else list(loop._combined_loader.flattened)
+
+
 def _with_position(loop: Any) -> bool:
     """Return whether one of a loop's loaders restores its position by itself; False before they are set up."""
-    loaders = [] if loop._combined_loader is None else loop._combined_loader.flattened
-    return any(hasattr(loader, "load_state_dict") for loader in loaders)
+    return any(hasattr(loader, "load_state_dict") for loader in _loaders(loop))
 
 
 def _refuse_some_positions(loaders: list[Any]) -> None:
