@@ -92,8 +92,8 @@ step_went_back      WARNING  the first step after a restore is smaller than the 
                              a step is smaller than the one before, or began twice; once
 not_in_state        WARNING  an optimizer that is attached, or a ResumableLoader that was iterated over, is not in the
                              state of the first save; or another optimizer trains a model that is; or one in it trains
-                             nothing in it, or has parameters that are not; or there is dropout, and no RNGState; or
-                             the first two steps took batches of one pass of a plain DataLoader
+                             nothing in it, or has parameters that are not, or there are none; or there is dropout, and
+                             no RNGState; or the first two steps took batches of one pass of a plain DataLoader
 no_gradients        WARNING  the first three steps of an optimizer found no gradient: it trains nothing
 trained_before      WARNING  there is nothing to restore, and the optimizer has made steps with an engine closed before
 stores_below        WARNING  a store was made in a folder that has stores in its folders: which

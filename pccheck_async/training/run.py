@@ -50,10 +50,10 @@ __all__ = ["AsyncStepContext", "StepContext", "TrainingRun", "TrainingStep"]
 MOST_POSTPONED, MOST_POSTPONED_SECONDS = 64, 600.0
 """Most step contexts, and seconds, that a checkpoint waits for the end of a window of gradient accumulation."""
 
-_HOLD_NOTHING = (
-    torch.nn.Module, torch.optim.Optimizer, LRScheduler, torch.amp.GradScaler, RNGState, ResumableLoader,
-    ResumableSampler,
+_WITHOUT_PARAMETERS = (
+    torch.optim.Optimizer, LRScheduler, torch.amp.GradScaler, RNGState, ResumableLoader, ResumableSampler,
 )  # fmt: skip
+_HOLD_NOTHING = (torch.nn.Module, *_WITHOUT_PARAMETERS)
 """Classes of objects whose state contains no other object unseen, as that of a user's class may."""
 _OF_POSITIONS = re.compile(r"^[^.]*(loader|sampler|position|offset|batch(?!_size))|^data$", re.IGNORECASE)
 """Matches keys of a state under which a position in the data may be; keys with a dot are names of parameters."""
@@ -434,7 +434,7 @@ class TrainingRun(TrainingHooks):
             write("state_dict", text, where, owner, owner, step=this.step, store=self.core.path)
 
     def _warn_of_absent(self, state: Mapping[str, Any]) -> None:
-        """Warn, once, of optimizers, schedulers, loaders and generators that training uses and the state lacks."""
+        """Warn, once, of what training uses and the state lacks: optimizers, parameters, schedulers, loaders, RNGs."""
         if self._looked_for_absent:
             return
         self._looked_for_absent = True
@@ -463,12 +463,13 @@ class TrainingRun(TrainingHooks):
                 "before it was made anew, which are not saved; make optimizer and state from the model that trains"
             )
             write("not_in_state", text, type(each).__name__, store=self.core.path)
-        for each in optimizers if _holds_no_model(values) else ():
-            text = (
-                "the %s is in the state without what it trains: no model and no tensor is saved, and a resumed run "
-                'goes on with other parameters than these moments belong to; save {..., "model": model}'
-            )
-            write("not_in_state", text, type(each).__name__, store=self.core.path)
+        for each in optimizers:
+            if _trained_by(each) and _holds_no_parameter(values):
+                text = (
+                    "the %s is in the state, and what it trains is not: a resumed run begins with the parameters of a "
+                    'new model, and the optimizer\'s state of the old one; save {..., "model": model}'
+                )
+                write("not_in_state", text, type(each).__name__, store=self.core.path)
         for each in optimizers:
             if not strange(each) and (foreign := _foreign(values, each)):
                 text = (
@@ -654,9 +655,10 @@ def _parameters(values: list[Any]) -> set[int]:
     return {id(parameter) for model in models for parameter in model.parameters()} | (beside if models else set())
 
 
-def _holds_no_model(values: list[Any]) -> bool:
-    """Return whether no parameter can be among the values: there is no module, and no tensor in a container."""
-    return not any(isinstance(each, torch.nn.Module | torch.Tensor) for each in [*values, *_items(values)])
+def _holds_no_parameter(values: list[Any]) -> bool:
+    """Return whether each of the values, and of the items of containers, is of a kind that holds no parameter."""
+    kinds = (*_WITHOUT_PARAMETERS, Mapping, list, tuple, str, bytes, int, float, complex, type(None))
+    return all(isinstance(each, kinds) for each in [*values, *_items(values)])
 
 
 def _items(values: list[Any]) -> list[Any]:
@@ -685,19 +687,23 @@ def _draws(values: list[Any]) -> str:
 
 def _trains_others(parameters: set[int], optimizer: torch.optim.Optimizer) -> bool:
     """Return whether both have parameters, and the optimizer trains none of these (given by ``id``)."""
-    theirs = parameters_of(optimizer) if hasattr(optimizer, "param_groups") else []  # odd ones have none
+    theirs = _trained_by(optimizer)
     return bool(parameters and theirs) and parameters.isdisjoint(map(id, theirs))
+
+
+def _trained_by(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return parameters_of(optimizer) if hasattr(optimizer, "param_groups") else []  # odd ones have none
 
 
 def _foreign(values: list[Any], optimizer: torch.optim.Optimizer) -> int:
     """Return how many trainable parameters of an optimizer seem to be nowhere in the state; 0 without a model there."""
     there = _parameters(values)
-    if not there or not hasattr(optimizer, "param_groups"):  # odd ones have none
+    if not there:
         return 0
     # The state_dict() of a module has other tensors than its parameters, of the same shapes.
     shapes = {item.shape for item in _items(values) if isinstance(item, torch.Tensor)}
     return sum(
-        each.requires_grad and id(each) not in there and each.shape not in shapes for each in parameters_of(optimizer)
+        each.requires_grad and id(each) not in there and each.shape not in shapes for each in _trained_by(optimizer)
     )
 
 

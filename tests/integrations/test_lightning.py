@@ -240,11 +240,11 @@ class FirstOf(kit.Model):  # type: ignore[name-defined]
 
 
 @pytest.mark.parametrize(("count", "then"), [(2, 1), (1, 2)])
-def test_another_number_of_loaders_inside_an_epoch(tmp_path: Path, count: int, then: int) -> None:
+@pytest.mark.parametrize("kind", [DataLoader, ResumableLoader])
+def test_another_number_of_loaders_inside_an_epoch(tmp_path: Path, kind: Any, count: int, then: int) -> None:
     def train(steps: int, count: int) -> Any:
         torch.manual_seed(0)
-        samples = [kit.Samples(24, random=False) for _ in range(2)]
-        first, second = (DataLoader(each, 4, shuffle=True) for each in samples)
+        first, second = (kind(kit.Samples(24, random=False), batch_size=4, shuffle=True) for _ in range(2))
         loaders = {"first": first, "second": second} if count == 2 else first
         trainer = kit.make_trainer(tmp_path, adapter.PCcheckCallback(tmp_path / "s"), max_epochs=9, max_steps=steps)
         trainer.fit(FirstOf(), loaders, DataLoader(kit.Samples(8, random=False), 4))

@@ -27,7 +27,7 @@ from pccheck_async.errors import StateMismatchError
 from pccheck_async.format import Restored, explained
 from pccheck_async.group import Group
 from pccheck_async.integrations.lightning.checkpoint_io import is_own
-from pccheck_async.integrations.lightning.draws import Draws, skip
+from pccheck_async.integrations.lightning.draws import Draws, flat, skip
 from pccheck_async.integrations.metrics import with_metrics
 from pccheck_async.integrations.mismatch import SAME_AGAIN, advise_in_trainer
 from pccheck_async.integrations.resumed import in_words, log_stopped, refuse_store, wrong_trainer
@@ -203,8 +203,8 @@ class PCcheckCallback(Callback):
             return
         if epoch.processed != epoch.ready and not _ends(loop.trainer):
             self._state["sizes"].check_loaders()
-        elif not _with_position(loop):  # the next epoch begins at its start, or nothing is left to train
-            loop._combined_loader_states_to_load = []
+        elif len(loop._combined_loader_states_to_load) != sum(map(_has_position, flat(loop))):
+            loop._combined_loader_states_to_load = []  # the next epoch begins at its start, or nothing is left
 
     def _stop_again(self, trainer: Any, restored: Restored) -> bool:
         """Stop the training if it had been stopped before and no limit is larger now; return whether none follows."""
@@ -488,7 +488,7 @@ class _Sizes:
         trainer = self._trainer
         return {
             "batches": trainer.num_training_batches,
-            "loaders": len(_loaders(trainer.fit_loop)),
+            "loaders": len(flat(trainer.fit_loop)),
             "positions": _with_position(trainer.fit_loop),
             "accumulation": trainer.accumulate_grad_batches,
             "stopped": _why_stopped(trainer),
@@ -519,7 +519,7 @@ class _Sizes:
     def check_loaders(self) -> None:
         """Raise StateMismatchError if the saved epoch had another number of loaders, or others have positions."""
         loop = self._trainer.fit_loop
-        count, now = len(_loaders(loop)), _with_position(loop)
+        count, now = len(flat(loop)), _with_position(loop)
         then = self._saved.get("loaders", count)
         if then != count:
             raise StateMismatchError(
@@ -689,21 +689,20 @@ def _forget_restart(loop: Any, *kept: Any) -> None:
             each.on_iteration_done()
 
 
-def _loaders(loop: Any) -> list[Any]:
-    """Return a loop's loaders; none before they are set up."""
-    return [] if loop._combined_loader is None else list(loop._combined_loader.flattened)
-
-
 def _with_position(loop: Any) -> bool:
     """Return whether one of a loop's loaders restores its position by itself; False before they are set up."""
-    return any(hasattr(loader, "load_state_dict") for loader in _loaders(loop))
+    return any(map(_has_position, flat(loop)))
+
+
+def _has_position(loader: Any) -> bool:
+    return hasattr(loader, "load_state_dict")
 
 
 def _refuse_some_positions(loaders: list[Any]) -> None:
     """Raise ValueError for several loaders of which some have a position, unless all are ResumableLoaders."""
     kinds = [type(loader).__qualname__ for loader in loaders]
     own = [isinstance(loader, ResumableLoader) for loader in loaders]
-    if len(loaders) > 1 and not all(own) and any(hasattr(loader, "load_state_dict") for loader in loaders):
+    if len(loaders) > 1 and not all(own) and any(map(_has_position, loaders)):
         raise ValueError(
             f"training would not go on with the same batches after a restart: its loaders are {', '.join(kinds)}; of "
             "several loaders all are ResumableLoaders, or none has a load_state_dict (DataLoader)"

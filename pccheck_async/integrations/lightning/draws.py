@@ -18,7 +18,7 @@ from pccheck_async.errors import StateMismatchError
 from pccheck_async.integrations.mismatch import SAME_AGAIN
 from pccheck_async.state import RNGState
 
-__all__ = ["Draws", "skip"]
+__all__ = ["Draws", "flat", "skip"]
 
 
 def _generators(loaders: Iterable[Any]) -> list[torch.Generator]:
@@ -57,7 +57,7 @@ def _set_random_state(loaders: Iterable[Any], state: Mapping[str, Any]) -> None:
     _set_generators(loaders, state.get("loaders", ()))
 
 
-def _flat(loop: Any) -> list[Any]:
+def flat(loop: Any) -> list[Any]:
     """Return the loaders of a loop as a list; [] before they are set up."""
     return [] if loop._combined_loader is None else [*loop._combined_loader.flattened]
 
@@ -109,12 +109,12 @@ class Draws:
 
     @property
     def _training(self) -> list[Any]:
-        return _flat(self._loop)
+        return flat(self._loop)
 
     @property
     def _all(self) -> list[Any]:
         """The training loaders and the validation loaders."""
-        return [*_flat(self._loop), *_flat(self._loop.epoch_loop.val_loop)]
+        return [*flat(self._loop), *flat(self._loop.epoch_loop.val_loop)]
 
     def note_iter(self) -> None:
         """Called right before the iterator of an epoch is created; records the generators."""

@@ -163,10 +163,10 @@ class TornLeaves:
             text = (
                 "code outside the steps of attached optimizers changes %s while checkpoints are captured beside "
                 "training; the next %d checkpoints begun from now on capture that before engine.step ends, which takes "
-                "longer: %s"
+                "longer: call engine.wait_captured() before that code instead, inside the engine.step block"
             )
             with suppress(Exception):  # of a handler of the log: the checkpoint ends all the same
-                write("captured_eagerly", text, names, _EAGER, TornCaptureError.ADVICE)
+                write("captured_eagerly", text, names, _EAGER)
 
     def sources(self, paths: Sequence[str], source_of: Sequence[int]) -> list[int]:
         """Return the sources of the leaves that have to be captured eagerly now.
