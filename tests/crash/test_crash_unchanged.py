@@ -82,7 +82,9 @@ def scenario(max_in_flight: int, keep_last: int, seed: int, wrap: Callable[[Medi
     return Scenario(max_in_flight, keep_last, seed=seed, bursts=24, images=4, subsets=2, sampled=0.2, **troubles)
 
 
-@pytest.mark.parametrize(("max_in_flight", "keep_last", "seed"), [(1, 1, 0), (2, 1, 1), (4, 3, 2)])
+@pytest.mark.parametrize(
+    ("max_in_flight", "keep_last", "seed"), [(1, 1, 0), (2, 1, 1), pytest.param(4, 3, 2, marks=pytest.mark.campaign)]
+)
 def test_no_crash_breaks_a_promise(max_in_flight: int, keep_last: int, seed: int, unchanged: Counter[str]) -> None:
     findings = explore(dataclasses.replace(scenario(max_in_flight, keep_last, seed), states=STATES))
     print(f"\n  {findings.summary()}; {unchanged}")
@@ -140,5 +142,5 @@ def test_the_times_of_a_file_tell_what_the_store_forgot(monkeypatch: pytest.Monk
         lease.known = hashes if stamp == self._medium.stamp(lease.file) else {}
 
     monkeypatch.setattr(KnownBytes, "take", keep)
-    findings = explore(dataclasses.replace(scenario(1, 1, 0, lambda medium: medium), sampled=1.0))
+    findings = explore(dataclasses.replace(scenario(1, 1, 0, lambda medium: medium), sampled=0.5))
     assert not findings.violations

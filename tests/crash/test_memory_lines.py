@@ -31,10 +31,10 @@ def explore(tmp_path: Path, memory: Path, seeds: range, openings: int) -> tuple[
 
 @pytest.mark.slow
 def test_some_histories(tmp_path: Path, shared_memory: Path) -> None:
-    wrong, opened, restored = explore(tmp_path, shared_memory, range(6), 10)
+    wrong, opened, restored = explore(tmp_path, shared_memory, range(3), 10)
     assert wrong == []
-    assert opened == 60
-    assert restored >= 5
+    assert opened == 30
+    assert restored >= 2
 
 
 @pytest.mark.campaign
@@ -46,7 +46,7 @@ def test_ten_thousand_histories(tmp_path: Path, shared_memory: Path, first: int)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", ["any run", "own run alone"])
+@pytest.mark.parametrize("rule", ["any run", pytest.param("own run alone", marks=pytest.mark.campaign)])
 def test_a_wrong_rule_is_found(tmp_path: Path, shared_memory: Path, monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
     def accepts(self: Line, run: bytes, counter: int) -> bool:
         return rule == "any run" or run == self.run

@@ -35,8 +35,15 @@ def test_killed_at_every_step_of_a_commit(tmp_path: Path, nodes: tuple[int, ...]
     assert lives.kills.total() == len(sides) * len(POINTS)
 
 
-@pytest.mark.parametrize("nodes", [(0, 0), (0, 1, 1)], ids=["one host", "two hosts"])
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(
+    ("nodes", "after"),
+    [
+        ((0, 0), True),
+        ((0, 1, 1), False),
+        pytest.param((0, 0), False, marks=pytest.mark.campaign),
+        pytest.param((0, 1, 1), True, marks=pytest.mark.campaign),
+    ],
+)
 def test_killed_at_every_step_of_a_commit_in_memory(
     tmp_path: Path, shared_memory: Path, nodes: tuple[int, ...], after: bool
 ) -> None:

@@ -406,7 +406,9 @@ def test_what_was_copied_is_there_whenever_all_die(hosts: Callable[..., Hosts], 
     assert found[0][0] == found[1][0] >= copied
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.05, 0.2, 0.5, 0.9])
+@pytest.mark.parametrize(
+    "delay", [0.05, 0.5, *(pytest.param(each, marks=pytest.mark.campaign) for each in (0.0, 0.2, 0.9))]
+)
 def test_all_die_in_the_middle_of_a_round_and_one_host_is_lost(hosts: Callable[..., Hosts], delay: float) -> None:
     both = hosts(rate_limit=4_000_000)
 
@@ -687,8 +689,15 @@ def test_a_job_goes_on_with_other_hosts_and_ranks(hosts: Callable[..., Hosts], w
         assert run_ranks(len(after), partial(work, others, 6)) == [5] * len(after)
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("places", [[0, 1, 2, 3], [0, 0, 1, 2]], ids=["four hosts", "two ranks on one"])
+@pytest.mark.parametrize(
+    ("places", "replicas"),
+    [
+        ([0, 1, 2, 3], 2),
+        ([0, 0, 1, 2], 1),
+        pytest.param([0, 1, 2, 3], 1, marks=pytest.mark.campaign),
+        pytest.param([0, 0, 1, 2], 2, marks=pytest.mark.campaign),
+    ],
+)
 def test_what_survives_is_what_the_placement_says(
     tmp_path: Path, shared_memory: Path, replicas: int, places: list[int]
 ) -> None:

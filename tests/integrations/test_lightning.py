@@ -528,7 +528,9 @@ def resumable(epoch: int) -> Any:
     return ResumableLoader(kit.Samples(14 + 4 * epoch, random=True), batch_size=4, seed=epoch)
 
 
-@pytest.mark.parametrize("every", [0, 1, 2])
+@pytest.mark.parametrize(
+    "every", [pytest.param(0, marks=pytest.mark.campaign), 1, pytest.param(2, marks=pytest.mark.campaign)]
+)
 @pytest.mark.parametrize("kind", [shuffled, growing, drawn, seeded, sampled, resumable])
 def test_loaders_that_are_made_again_are_those_of_a_run_that_never_stopped(
     tmp_path: Path, kind: Callable[[int], Any], every: int
@@ -539,7 +541,14 @@ def test_loaders_that_are_made_again_are_those_of_a_run_that_never_stopped(
     assert len(whole) == ([16, 16 + 1 + 2 + 3, 16 + 2 + 2][every] if kind in (growing, resumable) else 16)
 
 
-@pytest.mark.parametrize("mode", ["max_size_cycle", "max_size", "min_size"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "max_size_cycle",
+        pytest.param("max_size", marks=pytest.mark.campaign),
+        pytest.param("min_size", marks=pytest.mark.campaign),
+    ],
+)
 @pytest.mark.parametrize("kind", ["resumable", "shuffled", "seeded", "workers", "unsized"])
 def test_several_loaders_go_on_where_each_of_them_was(tmp_path: Path, kind: str, mode: str) -> None:
     def loader(size: int, batch: int) -> Any:
@@ -578,7 +587,7 @@ def test_several_loaders_of_which_some_have_a_position_are_refused_before_the_fi
     assert list_checkpoints(tmp_path / "s") == []
 
 
-@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("whole", [pytest.param(False, marks=pytest.mark.campaign), True])
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.filterwarnings("ignore:The provided params to be frozen already exist within another group")
 def test_a_backbone_that_was_unfrozen_is_trained_on(tmp_path: Path, first: bool, whole: bool) -> None:
