@@ -35,7 +35,7 @@ from pccheck_async import (
 )
 from pccheck_async.bucket import Objects, upload
 from pccheck_async.bucket.names import digest
-from pccheck_async.bucket.objects import Patient
+from pccheck_async.bucket.objects import Patient, RefusedError
 from pccheck_async.engine import drain as draining
 from pccheck_async.errors import DamagedError, StoreError, WriteError
 from tests.support.lying_objects import LyingObjects
@@ -225,6 +225,34 @@ def test_what_was_sent_is_not_sent_again_after_a_crash(tmp_path: Path, lying: Ly
         until(lambda: engine.statistics().drained == 1)
         assert engine.statistics().drained_bytes == 0
     assert {key for key in lying.stored if key.startswith("data/")} == before
+
+
+def test_what_a_removal_has_deleted_of_a_draft_is_sent_again(tmp_path: Path, lying: LyingObjects) -> None:
+    """The record of the removal makes objects of an earlier draft garbage, which the next commit must not name."""
+    drain, sent, refused = Drain("s3://lying/run", keep_last=4), list[str](), threading.Event()
+    with SyncCheckpointEngine(tmp_path / "run", keep_last=4, drain=drain) as engine:
+        for step in (1, 2):
+            engine.checkpoint(state(step), step=step).wait_reached("remote", 20)
+        original = lying.put
+
+        async def put(key: str, data: Any) -> None:
+            if sent:  # the data are there, and not the index
+                refused.set()
+                raise RefusedError("played")
+            sent.append(key)
+            await original(key, data)
+
+        lying.put = put  # type: ignore[method-assign]
+        pending = engine.checkpoint(state(3), step=3)
+        assert refused.wait(20)
+        engine.remove(step=1)
+        until(lambda: steps_in(lying) == [2] and sent[0] not in lying.stored)
+        lying.put = original  # type: ignore[method-assign]
+        pending.wait_reached("remote", 20)
+    with SyncCheckpointEngine(tmp_path / "empty", drain=drain) as engine:
+        restored = engine.restore(state(0))
+        assert restored is not None
+        assert (restored.step, restored.source) == (3, "remote")
 
 
 # -- restoring

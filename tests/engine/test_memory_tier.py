@@ -28,9 +28,10 @@ from pccheck_async import (
 )
 from pccheck_async.engine.peers import Alone
 from pccheck_async.engine.scheduler import Scheduler
-from pccheck_async.errors import CheckpointError, StoreError, StoreLockedError, TornCaptureError
+from pccheck_async.errors import CheckpointError, StoreError, StoreLockedError, TornCaptureError, WriteError
 from pccheck_async.format import Identity
 from pccheck_async.format.record import decode_identity, newest_record, slot_name
+from pccheck_async.medium.mapped import MappedFiles
 from pccheck_async.policies import Decision, SaveReport, StepReport
 from pccheck_async.store import PartReader
 from pccheck_async.stores import pin, reject, remove
@@ -261,6 +262,24 @@ def test_the_engine_drops_it_in_memory_too(tmp_path: Path, tier: MemoryTier, ver
     assert restored_by(tmp_path, tier) == (1, "disk")
 
 
+def test_a_rejected_one_does_not_stay_in_memory_once_the_disk_drops_it(tmp_path: Path, shared_memory: Path) -> None:
+    """Only the disk's record has the mark: without it the checkpoint in memory would be restored."""
+    memory = MemoryTier(interval=1, path=str(shared_memory), keep_last=3)
+
+    def work() -> list[int]:
+        engine = engine_on(tmp_path, memory, keep_last=2).open()
+        for step in range(3):
+            engine.checkpoint(state_of(step), step=step).result(60)
+        engine.reject(step=2)
+        engine.checkpoint(state_of(3), step=3).result(60)
+        found = [info.step for info in engine.checkpoints()]
+        engine.reject(step=3)
+        return found
+
+    assert in_child(work) == [3, 1]
+    assert restored_by(tmp_path, memory)[0] == 1
+
+
 def test_pinning_one_that_is_in_memory_alone_makes_it_durable(tmp_path: Path, tier: MemoryTier) -> None:
     with engine_on(tmp_path, tier) as engine:
         engine.checkpoint(state_of(1), step=1, tier="memory")
@@ -350,6 +369,24 @@ def test_a_line_leaves_the_superseded_one_readable(tmp_path: Path, tier: MemoryT
         slot.write(b"?" * 100)
     with engine_on(tmp_path, tier) as engine, pytest.warns(RuntimeWarning, match="falling back to step 0"):
         engine.restore(state_of(-1))
+
+
+def test_what_goes_on_from_a_superseded_one_counts_in_memory(tmp_path: Path, tier: MemoryTier) -> None:
+    """The record that names the superseded one again has the line of the run that restored it."""
+    train(tmp_path, None, range(2))
+    newest = newest_record((tmp_path / "commit").read_bytes(), identity_of(tmp_path).id_bytes)
+    assert newest is not None
+    with open(tmp_path / slot_name(newest.entries[0].slot), "r+b") as slot:
+        slot.write(b"?" * 100)
+
+    def work() -> None:
+        engine = engine_on(tmp_path, tier).open()
+        with pytest.warns(RuntimeWarning, match="falling back to step 0"):
+            engine.restore(state_of(-1))
+        engine.checkpoint(state_of(1), step=1, tier="memory").wait_reached("memory", 60)
+
+    in_child(work)
+    assert restored_by(tmp_path, tier) == (1, "memory")
 
 
 def identity_of(store: Path) -> Identity:
@@ -689,6 +726,31 @@ def test_a_torn_capture_is_in_no_tier(tmp_path: Path, tier: MemoryTier) -> None:
         with pytest.raises(TornCaptureError):
             pending.wait_reached("memory", 60)
         assert engine.checkpoints() == []
+
+
+def test_a_torn_capture_does_not_come_to_disk_either_where_memory_fails_before_it_is_found(
+    tmp_path: Path, tier: MemoryTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = torch.nn.Linear(500, 500)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state, changed = {"model": model, "optimizer": optimizer}, threading.Event()
+
+    async def fail(*_: Any, **__: Any) -> None:
+        while not changed.is_set():  # noqa: ASYNC110 - by another thread
+            await asyncio.sleep(0.001)
+        raise WriteError(5, "played")
+
+    with engine_on(tmp_path, tier, on_error="warn") as engine:
+        engine.attach(optimizer)
+        engine.checkpoint(state, step=0).result(60)
+        monkeypatch.setattr(MappedFiles, "make_durable", fail)
+        pending = engine.checkpoint(state, step=1, overlap=True)
+        with torch.no_grad():
+            model.weight.add_(1)
+        changed.set()
+        with pytest.raises(TornCaptureError):
+            pending.result(60)
+    assert [info.step for info in list_checkpoints(tmp_path)] == [0]
 
 
 # -- training steps

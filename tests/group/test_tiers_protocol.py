@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from pccheck_async.format import Line, Link
+from pccheck_async.format import Entry, Line, Link
 from pccheck_async.group import coordinator, view
 from pccheck_async.group.coordinator import Coordinator
-from pccheck_async.group.messages import Failed, Round, Start
-from pccheck_async.group.parts import Part, SeenStore
+from pccheck_async.group.messages import Copied, Failed, Round, Start
+from pccheck_async.group.parts import Key, Part, Run, SeenStore
 from pccheck_async.group.rounds import LeadRounds
 from pccheck_async.group.view import View
+from pccheck_async.store import Retention
 from tests.support.tiers_explorer import MEMORY, Side, World, explore
 
 pytestmark = pytest.mark.slow
@@ -46,6 +47,33 @@ def test_every_history_keeps_what_is_promised(world: World) -> None:
         assert {"a round ended", "a round failed", "a host is lost, and there are copies"} <= reached
     if len({*world.hosts}) > 1:
         assert "restored from both together" in reached
+
+
+def test_a_report_about_a_round_that_has_failed_does_not_count_in_the_next_one() -> None:
+    """The slow rank's copies of the next checkpoint are not there yet: a host that is lost now would take it."""
+    run = Run(1, 2, 3)
+    lead = LeadRounds(2)
+    assert lead.begin(Key(1, run), 1) is not None
+    assert lead.receive(Copied(0, 0, "no connection")) is not None
+    second = lead.begin(Key(2, run), 2)
+    assert lead.receive(Copied(1, 0)) is None
+    assert lead.receive(Copied(0, 1)) is None
+    assert lead.floor is None
+    assert lead.receive(Copied(1, 1)) == second
+    assert lead.floor == Key(2, run)
+
+
+def test_the_end_of_a_round_leaves_the_checkpoint_that_a_restore_reads() -> None:
+    run = Run(1, 2, 3)
+    lead = Coordinator(2, Retention(), 2, replicas=1)
+    lead.run, lead.restore.candidate = run, Key(1, run)
+    lead.committed = {
+        counter: (run, Entry(counter, counter, 0.0, 0, counter, 0, 0, 0, False, {})) for counter in (1, 2)
+    }
+    assert lead.rounds.begin(Key(2, run), 2) is not None
+    assert not lead.receive(Copied(0, 0))
+    assert lead.receive(Copied(1, 0))
+    assert lead.committed.keys() == {1, 2}
 
 
 @pytest.mark.campaign

@@ -31,7 +31,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.futures import Future
 
-from pccheck_async import Group, Keep, SyncCheckpointEngine, list_checkpoints, load_sync
+from pccheck_async import Group, Keep, SyncCheckpointEngine, list_checkpoints, load_sync, stores
 from pccheck_async.errors import IncompleteCheckpointError
 from pccheck_async.integrations.dcp import StorageReader, StorageWriter
 from tests.support.group_folders import spoil
@@ -471,6 +471,17 @@ def test_damage_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointException, match=r"DamagedError: .*chunk 0") as raised:
         _load_state_dict_from_keys(storage_reader=StorageReader(root))
     assert "may hold parts" in raised.value.failures[0][0].__notes__[0]
+
+
+def test_what_was_rejected_is_passed_over(tmp_path: Path) -> None:
+    writer = StorageWriter(tmp_path, keep_last=3)
+    for step in (1, 2):
+        save({"a": torch.full((3,), float(step))}, checkpoint_id=f"step-{step}", storage_writer=writer, no_dist=True)
+    writer.close()
+    assert [info.step for info in stores.reject(tmp_path, step=2)] == [2]
+    found = {"a": torch.zeros(3)}
+    load(found, storage_reader=StorageReader(tmp_path), no_dist=True)
+    assert found["a"].tolist() == [1, 1, 1]
 
 
 def test_nothing_there(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import os
@@ -21,6 +22,7 @@ import torch
 
 from pccheck_async import Keep, MemoryTier, StateMismatchError, list_checkpoints, load_sync, open_checkpoint, stores
 from pccheck_async.errors import ClosedError
+from pccheck_async.store import Store, Written
 from tests.support.children import fork
 from tests.support.killed_training import Journal, Life, agree, bits, live
 from tests.support.lazily import Lazily, need_framework
@@ -467,6 +469,25 @@ def test_another_model_is_named_and_nothing_is_changed(change: str, tmp_path: Pa
     ) in said
     assert load_sync(tmp_path / "store", keys=["model"])["model"].keys() == kit.Normed().state_dict().keys()
     assert bits(trainer.model.state_dict()) == before
+
+
+@pytest.mark.slow
+def test_the_last_step_is_saved_though_its_own_save_was_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = Store.commit
+
+    async def slow(self: Store, written: Written) -> bool:
+        await asyncio.sleep(1)
+        return await commit(self, written)
+
+    monkeypatch.setattr(Store, "commit", slow)
+    training = kit.Training(tmp_path, settings={"max_in_flight": 1, "on_busy": "skip"}, options={"eval_strategy": "no"})
+    trainer, callback = training.make(Journal(tmp_path / "journal"))
+    trainer.train()
+    assert callback is not None
+    assert callback.engine.statistics().skipped
+    assert list_checkpoints(tmp_path / "store")[0].step == 9
 
 
 def test_wrong_uses_are_told(tmp_path: Path) -> None:

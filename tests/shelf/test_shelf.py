@@ -201,6 +201,20 @@ def test_what_is_assigned_inside_another_transaction_is_undone_to_what_that_one_
         assert shelf.config == {"lr": [1, 2]}
 
 
+def test_a_third_transaction_is_undone_to_what_the_second_had_changed(path: Path) -> None:
+    with Shelf(path, MIB) as shelf:
+        shelf["config"] = {"n": 0}
+        with shelf.transaction("config"):
+            shelf.config["n"] = 1
+            with shelf.transaction("config"):
+                shelf.config["n"] = 2
+                with undone(shelf, "config"):
+                    shelf.config["n"] = 3
+                assert shelf.config == {"n": 2}
+    with Shelf(path) as shelf:
+        assert shelf.config == {"n": 2}
+
+
 def test_containers_change_in_transactions(path: Path) -> None:
     with Shelf(path, MIB) as shelf:
         shelf["state"] = {"step": 0, "w": torch.zeros(3), "history": []}

@@ -55,6 +55,13 @@ def test_they_are_listed_and_removed(tmp_path: Path, tier: MemoryTier) -> None:
     assert list(Path(tier.path).iterdir()) == []
 
 
+def test_one_whose_path_only_begins_alike_stays(tmp_path: Path, tier: MemoryTier) -> None:
+    for name in ("run", "run-2"):
+        train(tmp_path / name, tier, range(2))
+    assert pccheck("memory", "clear", tmp_path / "run", "--path", tier.path).exit_code == 0
+    assert [each.origin for each in list_memory(tier.path)] == [str(tmp_path / "run-2")]
+
+
 def test_one_that_is_open_stays(tmp_path: Path, tier: MemoryTier) -> None:
     with engine_on(tmp_path, tier) as engine:
         engine.checkpoint(state_of(1), step=1, tier="memory").wait_reached("memory", 60)

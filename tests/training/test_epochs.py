@@ -537,6 +537,12 @@ def test_looking_at_the_restored_epoch_gives_its_position_back() -> None:
         assert [batch.tolist() for batch in epoch] == expected[2:]
 
 
+@pytest.mark.parametrize("size", [5, 6, 7])
+def test_an_epoch_of_so_many_steps_has_no_more_where_few_samples_are_left(size: int) -> None:
+    loader = ResumableLoader(Numbers(size), 2)
+    assert [(len(epoch), len([*epoch])) for epoch in loader.epochs(2, steps=2)] == [(2, 2)] * 2
+
+
 def test_an_epoch_has_a_number_and_a_length() -> None:
     loader = ResumableLoader(Numbers(18), 3)
     found = [(epoch.number, int(epoch), f"epoch {epoch}", len(epoch), bool(epoch)) for epoch in loader.epochs(2)]
