@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A bucket as a medium: its commits look like a store of one process, so the readers of stores read them, unchanged.
+"""A bucket as a medium: its commits look like a folder of stores, so the readers of stores read them, unchanged.
 
 No such folder exists. ``store.json`` and ``commit`` are generated at each read, from the newest record and the live
-commits, which it names; ``slot-007`` is commit 7: its payload lies in data objects, its manifest in the index. Nothing
-is locked: if an object is missing and its commit is not live any more, it was replaced, and the reader starts again.
+commits, which it names; ``slot-007`` is commit 7: its payload lies in data objects, its manifest in the index. The
+commits of a group look like the stores of its ranks, in ``rank-00000/`` and so on. Nothing is locked: if an object is
+missing and its commit is not live any more, it was replaced, and the reader starts again.
 """
 
 from __future__ import annotations
@@ -18,17 +19,19 @@ from typing import NoReturn
 from msgspec.structs import replace
 
 from pccheck_async.bucket import protocol
+from pccheck_async.bucket.copies import Copied
 from pccheck_async.bucket.names import COMMITS
 from pccheck_async.bucket.objects import MissingObjectError, Objects
 from pccheck_async.bucket.owner import read_commit, read_index
 from pccheck_async.bucket.record import CommitRecord, Kept, PartIndex
 from pccheck_async.errors import CorruptStoreError, DamagedError, ReadError, WriteError
-from pccheck_async.format import Entry, Identity, Line, Record
+from pccheck_async.format import Applied, Entry, Identity, Line, Membership, Parts, Record
 from pccheck_async.format import checksum as checksums
 from pccheck_async.format.record import (
     COMMIT_NAME,
     COMMIT_NBYTES,
     FORMAT_VERSION,
+    GROUP_VERSION,
     IDENTITY_NAME,
     MIN_BLOCK,
     encode_identity,
@@ -38,6 +41,7 @@ from pccheck_async.format.record import (
     slot_number,
 )
 from pccheck_async.medium import File, Medium, MediumFacts, MediumStatistics, Part
+from pccheck_async.store import rank_name, rank_of
 from pccheck_async.telemetry import StageClock, write
 from pccheck_async.transfer import Tasks
 
@@ -52,6 +56,7 @@ class BucketMedium(Medium):
 
     Attributes:
         line: The line of the newest record, as of the last :meth:`look`.
+        world: The most ranks of a live commit of a group, as of the last read; None: one process made the commits.
     """
 
     def __init__(self, objects: Objects) -> None:
@@ -61,7 +66,8 @@ class BucketMedium(Medium):
         self._records: dict[Kept, CommitRecord] = {}  # they never change
         self._now: dict[int, tuple[Kept, CommitRecord]] = {}
         self._slots: dict[File, tuple[PartIndex, list[int], Kept]] = {}  # that are open, with the starts of objects
-        self._store_id = hashlib.sha256(objects.url.encode()).hexdigest()[:32]
+        self._commits: dict[File, int | None] = {}  # open files of records, with their ranks
+        self.world: int | None = None
 
     # -- live commits
 
@@ -107,33 +113,64 @@ class BucketMedium(Medium):
         """The numbers of the live commits, as of the last read of ``commit``, ``store.json`` or the names."""
         return [*self._now]
 
-    async def _record(self) -> Record | None:
-        """Return the live commits as the record of a store of one process; None if there is no commit at all.
+    async def read_world(self) -> int | None:
+        """Read the live commits, and return :attr:`world`. Raises the errors of :meth:`look`."""
+        await self._look()
+        return self.world
 
-        Raises CorruptStoreError if one is a group's, and the errors of :meth:`look`.
+    async def _look(self) -> int:
+        """Read the live commits that count; return the newest record's number, 0 for none.
+
+        Those that are not of the newest one's kind (a group's, or one process's), or are out of order, do not count.
         """
         number, found = await self.look()
-        entries, self._now = list[Entry](), {}
-        for kept, record in found:
-            if len(record.parts) > 1:
-                text = (
-                    f"commit {kept.number} of {self.objects.url} is that of a group, which this version does not read"
-                )
-                raise CorruptStoreError(text)
-            if record.parts and (not entries or record.entry.counter < entries[-1].counter):
-                entries.append(replace(record.entry, slot=kept.number))
-                self._now[kept.number] = kept, record
-        return Record(2 * number, tuple(entries)) if number else None
+        commits = [(kept, record) for kept, record in found if record.parts]
+        of_group, last = bool(commits) and commits[0][1].members is not None, None
+        self._now = {}
+        for kept, record in commits:
+            if (record.members is not None) == of_group and (last is None or record.entry.counter < last):
+                self._now[kept.number], last = (kept, record), record.entry.counter
+        self.world = max(len(record.parts) for _, record in self._now.values()) if of_group else None
+        return number
 
-    @property
-    def _identity(self) -> Identity:
-        return Identity(format=FORMAT_VERSION, store_id=self._store_id, checksum=checksums.NAME, block_bytes=MIN_BLOCK)
+    async def _record(self, rank: int | None) -> Record | None:
+        """Return the live commits as the record of a store of one process, or of a rank's store.
 
-    def _commit_file(self, record: Record) -> bytes:
+        None if there is no such store. Raises the errors of :meth:`look`.
+        """
+        number = await self._look()
+        there = rank is None if self.world is None else rank is not None and rank < self.world
+        if not number or not there:
+            return None
+        live = [(kept, record) for kept, record in self._now.values() if (rank or 0) < len(record.parts)]
+        entries = [replace(record.parts[rank or 0].entry, slot=kept.number) for kept, record in live]
+        if rank is None:
+            return Record(2 * number, tuple(entries))
+        keys = [(Copied.of(kept, record).key, record) for kept, record in self._now.values()]
+        pinned = tuple(key for key, record in keys if key is not None and record.entry.pinned)
+        members, named = list[Membership](), list[Entry]()
+        for (kept, record), entry in zip(live, entries, strict=True):
+            if (key := Copied.of(kept, record).key) is not None:
+                members.append(Membership(key.run, rank, len(record.parts), True))
+                named.append(entry)
+        applied = Applied(members[0].run, 0, pinned) if members else None
+        return Record(2 * number, tuple(named), parts=Parts(applied, tuple(members)))
+
+    def _identity(self, rank: int | None) -> Identity:
+        name = self.objects.url if rank is None else f"{self.objects.url}/{rank_name(rank)}"
+        return Identity(
+            format=FORMAT_VERSION if rank is None else GROUP_VERSION,
+            store_id=hashlib.sha256(name.encode()).hexdigest()[:32],
+            checksum=checksums.NAME,
+            block_bytes=MIN_BLOCK,
+        )
+
+    def _commit_file(self, record: Record, rank: int | None) -> bytes:
         data = bytearray(COMMIT_NBYTES)
         for generation in (record.generation, record.generation - 1):  # nothing is superseded: both name the same
             try:
-                encoded = encode_record(replace(record, generation=generation), self._identity.id_bytes, MIN_BLOCK)
+                again, store = replace(record, generation=generation), self._identity(rank)
+                encoded = encode_record(again, store.id_bytes, MIN_BLOCK)
             except ValueError as error:
                 raise CorruptStoreError(f"the commits in {self.objects.url} are impossible: {error}") from None
             for offset in region_offsets(generation):
@@ -146,36 +183,45 @@ class BucketMedium(Medium):
         return MediumFacts(1, 1, direct=False, why=f"objects in {self.objects.url}")
 
     async def names(self) -> list[str]:
-        if await self._record() is None:
+        if not await self._look():
             return []
+        if self.world is not None:
+            return [rank_name(rank) for rank in range(self.world)]
         return sorted([COMMIT_NAME, IDENTITY_NAME, *map(slot_name, self._now)])
 
     async def read_small(self, name: str) -> bytes | None:
-        if name != IDENTITY_NAME or await self._record() is None:
+        rank, name = _split(name)
+        if name != IDENTITY_NAME or await self._record(rank) is None:
             return None
-        return encode_identity(self._identity)
+        return encode_identity(self._identity(rank))
 
     async def open(self, name: str, *, writable: bool) -> File:
         if writable:
             self._refuse()
+        rank, name = _split(name)
         if name == COMMIT_NAME:
-            return File(name, COMMIT_NBYTES)
-        if (number := slot_number(name)) is None or number not in self._now:
+            file = File(name, COMMIT_NBYTES)
+            self._commits[file] = rank
+            return file
+        number = slot_number(name)
+        kept, record = self._now.get(-1 if number is None else number, (None, None))
+        if kept is None or record is None or (rank or 0) >= len(record.parts):
             raise FileNotFoundError(errno.ENOENT, "there is no such commit any more", name)
-        kept, record = self._now[number]
+        part = record.parts[rank or 0]
         try:
-            index = await read_index(self.objects, record.parts[0])
+            index = await read_index(self.objects, part)
         except DamagedError as error:
             raise await self._lost(kept, str(error)) from None
-        entry = record.entry
-        file = File(f"commit {number} in {self.objects.url}", entry.manifest_offset + entry.manifest_nbytes)
+        whose = "" if rank is None else f"rank {rank}'s part of "
+        end = part.entry.manifest_offset + part.entry.manifest_nbytes
+        file = File(f"{whose}commit {number} in {self.objects.url}", end)
         self._slots[file] = index, [*accumulate((nbytes for _, nbytes in index.objects), initial=0)], kept
         return file
 
     async def read(self, file: File, offset: int, into: memoryview) -> int:
         with self._clock.timed("read", len(into)):
             if file not in self._slots:
-                return await self._read_commit(offset, into)
+                return await self._read_commit(offset, into, self._commits.get(file))
             index, starts, _ = self._slots[file]
             end = min(offset + len(into), file.nbytes)
             if end > starts[-1]:
@@ -194,9 +240,9 @@ class BucketMedium(Medium):
                 raise await self.lost(file, f"in the bucket {error}") from None
             return max(0, end - offset)
 
-    async def _read_commit(self, offset: int, into: memoryview) -> int:
-        record = await self._record()
-        data = b"" if record is None else self._commit_file(record)[offset : offset + len(into)]
+    async def _read_commit(self, offset: int, into: memoryview, rank: int | None) -> int:
+        record = await self._record(rank)
+        data = b"" if record is None else self._commit_file(record, rank)[offset : offset + len(into)]
         into[: len(data)] = data
         return len(data)
 
@@ -222,12 +268,14 @@ class BucketMedium(Medium):
 
     async def close(self, file: File | None = None) -> None:
         if file is None:
-            self._slots.clear()
+            self.abandon()
         else:
             self._slots.pop(file, None)
+            self._commits.pop(file, None)
 
     def abandon(self) -> None:
         self._slots.clear()
+        self._commits.clear()
 
     def statistics(self) -> MediumStatistics:
         stages = self._clock.stages()
@@ -260,3 +308,9 @@ class BucketMedium(Medium):
 
     async def replace(self, name: str, data: bytes, *, keep_as: str = "") -> None:
         self._refuse()
+
+
+def _split(name: str) -> tuple[int | None, str]:
+    """Return the rank in whose folder a file is, None for none, and the file's name there."""
+    folder, _, file = name.rpartition("/")
+    return rank_of(folder), file

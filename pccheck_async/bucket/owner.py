@@ -99,10 +99,15 @@ class Owner:
         """The number that the next commit gets unless another run takes it; its data objects are named by it."""
         return self.base + 1
 
-    def _record(self, keep: Sequence[Kept], parts: Sequence[PartName] = (), spare: Sequence[int] = ()) -> CommitRecord:
-        return CommitRecord(
-            self.run, secrets.token_bytes(16), self._store, self.line, tuple(keep), tuple(spare), tuple(parts)
-        )
+    def _record(
+        self,
+        keep: Sequence[Kept],
+        parts: Sequence[PartName] = (),
+        spare: Sequence[int] = (),
+        members: int | None = None,
+    ) -> CommitRecord:
+        put = secrets.token_bytes(16)
+        return CommitRecord(self.run, put, self._store, self.line, tuple(keep), tuple(spare), tuple(parts), members)
 
     # -- taking over
 
@@ -226,10 +231,11 @@ class Owner:
 
     # -- commits
 
-    async def commit(self, parts: Sequence[PartName]) -> bool:
+    async def commit(self, parts: Sequence[PartName], members: int | None = None) -> bool:
         """Commit a checkpoint whose parts are uploaded; return False if one at least as new is committed already (B7).
 
-        When this returns, a restart finds the checkpoint, or a newer one, in the bucket.
+        ``parts``: those of all ranks, in their order; ``members``: as in :class:`.CommitRecord`. When this returns, a
+        restart finds the checkpoint, or a newer one, in the bucket.
 
         Raises StoreLockedError: another run took the prefix over; WriteError, ReadError: the checkpoint may be
         committed, or may be later; call this again, or commit another one.
@@ -240,7 +246,8 @@ class Owner:
                 if came_late:  # an earlier attempt for this checkpoint: what is spared was for that
                     self.spare, self.adoptable = (), {}
                 return came_late
-            if await self._made(self._record(protocol.retained(self.now, self._keep_last - 1), parts)):
+            keep = protocol.retained(self.now, self._keep_last - 1)
+            if await self._made(self._record(keep, parts, members=members)):
                 return True
             came_late = True
 

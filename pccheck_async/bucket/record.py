@@ -28,7 +28,9 @@ __all__ = [
 ]  # fmt: skip
 
 T = TypeVar("T")
-_FORMAT = 1
+_FORMATS = 2
+"""The newest format of a record: 1 for checkpoints of one process, and fences, 2 for those of a group."""
+_INDEX_FORMAT = 1
 _HEADER = struct.Struct("<8sIII")
 _CHECKED = struct.Struct("<8sII")
 _COMMIT_MAGIC, _INDEX_MAGIC = b"PCCHKBKT", b"PCCHKPRT"
@@ -58,6 +60,12 @@ class PartName(NamedTuple):
     nbytes: int
     entry: Entry
 
+    @property
+    def rank(self) -> int:
+        """The rank whose part it is; -1: the key is none of this package's."""
+        name = data_name(self.key)
+        return -1 if name is None else name.rank
+
 
 class CommitRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The record of a commit.
@@ -70,6 +78,7 @@ class CommitRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
         keep: Older commits that are live, too, newest first.
         spare: Commit numbers, up to this record's, whose uploaded data the owner may still use; they are not deleted.
         parts: Parts of the checkpoint, one per rank, in the order of ranks; empty: this record is a fence.
+        members: For the checkpoint of a group: :attr:`.Run.members` of the run that saved it; None: one process did.
     """
 
     owner: bytes
@@ -79,6 +88,7 @@ class CommitRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     keep: tuple[Kept, ...]
     spare: tuple[int, ...] = ()
     parts: tuple[PartName, ...] = ()
+    members: int | None = None
 
     @property
     def entry(self) -> Entry:
@@ -104,16 +114,19 @@ _commits = msgspec.msgpack.Decoder(CommitRecord)
 _indexes = msgspec.msgpack.Decoder(PartIndex)
 
 
-def _encode(magic: bytes, body: bytes) -> bytes:
-    checked = _CHECKED.pack(magic, _FORMAT, len(body))
-    return _HEADER.pack(magic, _FORMAT, len(body), crc32(body, crc32(checked))) + body
+def _encode(magic: bytes, version: int, body: bytes) -> bytes:
+    checked = _CHECKED.pack(magic, version, len(body))
+    return _HEADER.pack(magic, version, len(body), crc32(body, crc32(checked))) + body
 
 
 def encode_commit(record: CommitRecord, number: int) -> bytes:
     """Return the bytes of a record. Raises ValueError: no reader would accept it."""
     if trouble := _trouble(record, number):
         raise ValueError(f"a record of commit {number} is impossible: {trouble}")
-    data = _encode(_COMMIT_MAGIC, msgspec.msgpack.encode(record))
+    fields, version = msgspec.structs.astuple(record), _FORMATS
+    if record.members is None:  # in format 1, which older versions read
+        fields, version = fields[:-1], 1
+    data = _encode(_COMMIT_MAGIC, version, msgspec.msgpack.encode(fields))
     if len(data) > MOST_RECORD_NBYTES:
         raise ValueError(f"the record takes {len(data)} bytes, at most {MOST_RECORD_NBYTES} are read")
     return data
@@ -121,13 +134,13 @@ def encode_commit(record: CommitRecord, number: int) -> bytes:
 
 def encode_index(index: PartIndex) -> bytes:
     """Return the bytes of an index."""
-    return _encode(_INDEX_MAGIC, msgspec.msgpack.encode(index))
+    return _encode(_INDEX_MAGIC, _INDEX_FORMAT, msgspec.msgpack.encode(index))
 
 
 def decode_commit(data: bytes, number: int) -> CommitRecord:
     """Decode and check the record of a commit. Raises CorruptStoreError; NewerFormatError: its format is newer."""
     what = f"the record of commit {number} in the bucket"
-    record = _decode(_COMMIT_MAGIC, _commits, data, what)
+    record = _decode(_COMMIT_MAGIC, _FORMATS, _commits, data, what)
     if trouble := _trouble(record, number):
         raise CorruptStoreError(f"{what} is impossible: {trouble}")
     return record
@@ -136,7 +149,7 @@ def decode_commit(data: bytes, number: int) -> CommitRecord:
 def decode_index(data: bytes, part: PartName) -> PartIndex:
     """Decode and check the index of a part. Raises CorruptStoreError; NewerFormatError: its format is newer."""
     what = f"the object {part.key} in the bucket"
-    index, entry = _decode(_INDEX_MAGIC, _indexes, data, what), part.entry
+    index, entry = _decode(_INDEX_MAGIC, _INDEX_FORMAT, _indexes, data, what), part.entry
     sizes = [nbytes for _, nbytes in index.objects]
     block = index.block_bytes
     whole = all(nbytes > 0 for nbytes in sizes) and sum(sizes) == entry.nbytes
@@ -147,12 +160,12 @@ def decode_index(data: bytes, part: PartName) -> PartIndex:
     return index
 
 
-def _decode(magic: bytes, decoder: msgspec.msgpack.Decoder[T], data: bytes, what: str) -> T:
+def _decode(magic: bytes, newest: int, decoder: msgspec.msgpack.Decoder[T], data: bytes, what: str) -> T:
     if len(data) < _HEADER.size or not data.startswith(magic):
         raise CorruptStoreError(f"{what} is none of this package's")
     _, version, nbytes, value = _HEADER.unpack_from(data)
-    if version > _FORMAT:
-        raise NewerFormatError(f"{what} has format {version}; this version reads format {_FORMAT}")
+    if version > newest:
+        raise NewerFormatError(f"{what} has format {version}; this version reads format {newest}")
     body = data[_HEADER.size :]
     if len(body) != nbytes or crc32(body, crc32(data[: _CHECKED.size])) != value:
         raise CorruptStoreError(f"{what} is damaged: its checksum does not hold")
@@ -176,6 +189,8 @@ def _trouble(record: CommitRecord, number: int) -> str:
         return "it spares what is above it"
     if record.line is not None and not record.line.sane:
         return "no run can have this line"
+    if record.members is not None and not (record.parts and 0 <= record.members < 1 << 64):
+        return "no group can have these members"
     for rank, part in enumerate(record.parts):
         name = data_name(part.key)
         if name is None or name.rank != rank or not 0 < name.target <= number or not 0 < part.nbytes <= _LARGEST:

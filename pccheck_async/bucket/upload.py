@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+import msgspec
 from msgspec.structs import replace
 
 from pccheck_async.bucket.names import data_key, digest, found_again
-from pccheck_async.bucket.objects import Data
+from pccheck_async.bucket.objects import Data, Objects
 from pccheck_async.bucket.owner import Owner
 from pccheck_async.bucket.record import PartIndex, PartName, encode_index
 from pccheck_async.errors import DamagedError, ReadError
@@ -17,7 +18,7 @@ from pccheck_async.format import Entry
 from pccheck_async.store import ChunkRun, PartReader, Staging, check_chunks, read_encoded_manifest
 from pccheck_async.transfer import BufferLease, BufferPool, aligned_buffer
 
-__all__ = ["OBJECT_BYTES", "Draft", "send_part"]
+__all__ = ["OBJECT_BYTES", "Draft", "Upload", "send_part"]
 
 OBJECT_BYTES = 32 << 20
 """Most bytes of a data object, unless a single chunk is larger."""
@@ -25,11 +26,24 @@ _AT_ONCE = 2
 """Objects that are sent at a time; two buffers take 64 MiB."""
 
 
+class Upload(msgspec.Struct, frozen=True, array_like=True):
+    """A request to upload the parts of a committed checkpoint."""
+
+    counter: int
+    step: int
+    target: int
+    """The number that its commit in the bucket is to get."""
+    adoptable: Mapping[str, int] = {}
+    """The objects, with their sizes in bytes, that drafts may name instead of uploading their bytes again."""
+
+
 class Draft:
     """The objects of one part that was not committed yet. A draft is unusable once its owner made another record.
 
     Args:
-        owner: The owner of the prefix.
+        objects: The objects under the prefix.
+        target: The number of the commit that the part is uploaded for.
+        adoptable: As in :class:`Upload`.
         rank: The rank whose part it is.
 
     Attributes:
@@ -37,16 +51,16 @@ class Draft:
         total: Bytes of all objects of the draft so far.
     """
 
-    def __init__(self, owner: Owner, rank: int = 0) -> None:
-        self._owner, self._rank, self._base = owner, rank, owner.base
-        self._there = found_again(owner.adoptable, rank)
+    def __init__(self, objects: Objects, target: int, adoptable: Mapping[str, int], rank: int = 0) -> None:
+        self._bucket, self._target, self._rank = objects, target, rank
+        self._there = found_again(adoptable, rank)
         self._objects: dict[int, tuple[str, int]] = {}
         self.sent = self.total = 0
 
-    @property
-    def is_current(self) -> bool:
-        """Whether the owner has made no record since the draft was begun: else its objects may be deleted."""
-        return self._owner.base == self._base
+    @classmethod
+    def of(cls, owner: Owner, rank: int = 0) -> Draft:
+        """Return a draft for the next commit of an owner."""
+        return cls(owner.objects, owner.target, owner.adoptable, rank)
 
     async def send(self, number: int, data: Data, digits: str) -> None:
         """Upload one object, unless the bucket has it. Raises WriteError, RefusedError: it may be there or not."""
@@ -56,8 +70,8 @@ class Draft:
         self.total += len(data)
         if (key := self._there.get((digits, len(data)))) is not None:
             return key
-        key = data_key(self._owner.target, self._rank, number, digits)
-        await self._owner.objects.put(key, data)
+        key = data_key(self._target, self._rank, number, digits)
+        await self._bucket.put(key, data)
         self._there[digits, len(data)] = key
         self.sent += len(data)
         return key

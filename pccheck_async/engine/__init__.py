@@ -20,6 +20,7 @@ from pccheck_async.engine.config import (
 )
 from pccheck_async.engine.core import EngineCore, note_closing_failure_on
 from pccheck_async.engine.drain import Draining
+from pccheck_async.engine.drain_owner import UploadedParts
 from pccheck_async.engine.flight import CheckpointProgress, Flight
 from pccheck_async.engine.loop import EngineLoop, call_once
 from pccheck_async.engine.memory import (
@@ -76,6 +77,7 @@ __all__ = [
     "StepReport",
     "StorageOptions",
     "TrainingHooks",
+    "UploadedParts",
     "block_on",
     "call_once",
     "check_flag",

@@ -108,7 +108,15 @@ class EngineParts:
             self.backend = backend = make_backend(opened.operations, options.gpu_capture)
             if config.drain is not None:
                 self.drain = await Draining.open(
-                    config.drain, path, store, opened.operations, backend, overwrite=config.overwrite
+                    config.drain,
+                    path,
+                    store,
+                    opened.operations,
+                    backend,
+                    peers,
+                    owns=peers.leads,
+                    of_group=peers.collective,
+                    overwrite=config.overwrite,
                 )
             pinning = backend.pinning
             self.decisions = decisions = decide(

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
+from pccheck_async.bucket import BucketState, Upload
 from pccheck_async.engine.caller import Caller
 from pccheck_async.engine.config import EngineConfig
 from pccheck_async.engine.drain import Draining
+from pccheck_async.engine.drain_owner import UploadedParts
 from pccheck_async.engine.memory import Memory, memory_folder
 from pccheck_async.engine.policy import Policy, StepReport
 from pccheck_async.errors import CheckpointError, DamagedError
@@ -151,6 +153,11 @@ class Peers(ABC):
     def memory_folder(self, path: str, root: Path, store: Store) -> Path:
         """Return the folder in memory, in a tmpfs, of this engine's own ``store``, whose folder is ``path``."""
 
+    @property
+    def leads(self) -> bool:
+        """Whether this process decides for all where one has to: it owns the bucket, say."""
+        return True
+
     def meet(self, config: EngineConfig) -> None:
         """Exchange the address of rank 0. Called before the store is opened; collective with a process group."""
 
@@ -274,6 +281,23 @@ class Peers(ABC):
 
     def ended_in_memory(self, counter: int, error: Exception | None) -> None:
         """Called on the engine's loop when a checkpoint is not saved in memory, as there was no room for it, say."""
+
+    # -- the drain (:class:`.drain_owner.Savers`)
+
+    @abstractmethod
+    def parts_to_send(self, counter: int) -> Mapping[int, Source]:
+        """Return the parts of a checkpoint on disk that this process uploads, by rank. Raises DroppedMeanwhileError."""
+
+    @abstractmethod
+    async def upload(self, request: Upload) -> UploadedParts:
+        """Make all processes upload their parts; return when every part is there. Called where :attr:`leads` is true.
+
+        Raises DroppedMeanwhileError, DamagedError, ReadError, WriteError, RefusedError.
+        """
+
+    @abstractmethod
+    def tell_bucket(self, state: BucketState) -> None:
+        """Tell all processes, this one included, what is in the bucket. Called where :attr:`leads` is true."""
 
     # -- committed checkpoints
 
@@ -411,6 +435,20 @@ class Alone(Peers):
     async def commit_in_memory(self, written: Written, sample: ReplicaSample | None) -> None:
         assert self._memory is not None
         await self._memory.store.commit(written)
+
+    def parts_to_send(self, counter: int) -> Mapping[int, Source]:
+        entry = next((entry for entry in self.entries if entry.counter == counter), None)
+        if entry is None:
+            raise DroppedMeanwhileError(f"checkpoint {counter} was replaced, removed or rejected meanwhile")
+        return {0: OwnSlot(self._store, entry)}
+
+    async def upload(self, request: Upload) -> UploadedParts:
+        assert self._drain is not None
+        return UploadedParts(await self._drain.send(request))
+
+    def tell_bucket(self, state: BucketState) -> None:
+        assert self._drain is not None
+        self._drain.learn(state)
 
     def candidates(self, which: Which, *, dry_run: bool) -> RestoreCandidates:
         return _OwnCandidates(self._store, self._memory, self._drain, self._path, which, dry_run)

@@ -27,6 +27,11 @@ class Run(NamedTuple):
     members: int
     """Digest of the stores that its ranks write to, 64 bits."""
 
+    @classmethod
+    def of_id(cls, run: bytes, members: int) -> Run:
+        """Return the run that a line names by its 16-byte id."""
+        return cls(int.from_bytes(run[:8], "big"), int.from_bytes(run[8:], "big"), members)
+
 
 class Key(NamedTuple):
     """The identity of a group's checkpoint, common to its parts; keys sort in the order of checkpoints.

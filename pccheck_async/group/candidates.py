@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from pccheck_async.engine import Caller, RestoreCandidate, RestoreCandidates
+from pccheck_async.engine import Caller, Draining, RestoreCandidate, RestoreCandidates
 from pccheck_async.errors import (
     DamagedError,
     GroupError,
@@ -20,7 +20,7 @@ from pccheck_async.errors import (
     StoreError,
     is_exhausted,
 )
-from pccheck_async.format import Key, Reach
+from pccheck_async.format import Entry, Key, Reach
 from pccheck_async.group.actions import Action, ChangeState, EndRestore, FillArrays, MatchManifest
 from pccheck_async.group.control import Client
 from pccheck_async.group.driver import Driver, RestoreAction
@@ -28,6 +28,7 @@ from pccheck_async.group.elsewhere import ReceivedPart, send_part
 from pccheck_async.group.member import Member
 from pccheck_async.group.messages import Broken, MatchOutcome
 from pccheck_async.group.view import Complete
+from pccheck_async.medium.open_medium import OpenMedium
 from pccheck_async.store import DroppedMeanwhileError, FolderPart, OwnSlot, Source, UnreadableError, rank_name
 from pccheck_async.telemetry import write, write_and_warn
 
@@ -68,13 +69,14 @@ class AgreedCandidates(RestoreCandidates):
         self._step: int | None = None  # of the last candidate
         self._left: list[RestoreCandidate] = []  # other sources of it
         self._further = False  # another host has a copy
+        self._source: Reach = "disk"  # of the present one
         self._passed: Sequence[int] = ()  # copies on other hosts, by rank
         self._again = False  # with another source, of which the other ranks need not know
 
     async def next(self, caller: Caller) -> RestoreCandidate | None:
         if self._again:
             self._again = False
-            return self._left.pop(0)
+            return self._tried(self._left.pop(0))
         if not self._asked:
             if (stopped := self._stopped()) is not None:
                 raise GroupError(stopped.why)
@@ -90,7 +92,7 @@ class AgreedCandidates(RestoreCandidates):
                     self._further, self._passed = self._parts.has_further(key, passed), passed
                     if found := self._parts.candidates(key, passed):
                         self._left = found[1:]
-                        return found[0]
+                        return self._tried(found[0])
                     why = "its part is not in its store"
                     outcome: MatchOutcome = "elsewhere" if self._further else "damaged"
                     await caller.run(self._agree(partial(self._restore.matched, outcome, why)))
@@ -101,6 +103,10 @@ class AgreedCandidates(RestoreCandidates):
                     raise (self._mismatch if reason == "mismatch" else None) or _error(reason, why)
                 case other:
                     raise GroupError(f"the restore cannot go on with {other!r}")
+
+    def _tried(self, candidate: RestoreCandidate) -> RestoreCandidate:
+        self._source = candidate.source
+        return candidate
 
     def _warn_of(self, step: int | None, damage: str) -> None:
         """Warn that all ranks pass over the checkpoint of a step: on rank 0, and where a part was found damaged."""
@@ -121,12 +127,17 @@ class AgreedCandidates(RestoreCandidates):
         if not self._left:
             if self._further:
                 text = "a copy of step %s cannot be read, and one on another host is: %s"
-                write("memory_unreadable", text, step, error.error, step=step)
+                self._write(text, step, error.error)
             return False
         self._again = True
-        text = "a copy of step %s in memory cannot be read, another one is: %s"
-        write("memory_unreadable", text, step, error.error, step=step)
+        self._write("a copy of step %s cannot be read, another one is: %s", step, error.error)
         return True
+
+    def _write(self, text: str, step: int | None, error: Exception) -> None:
+        if self._source in ("disk", "remote"):
+            write("copy_unreadable", text, step, error, step=step)
+        else:
+            write("memory_unreadable", text, step, error, step=step)
 
     async def matched(self, caller: Caller, error: Exception | None) -> bool:
         if self._pass_over(error):
@@ -183,20 +194,25 @@ class AgreedCandidates(RestoreCandidates):
 class PartSources:
     """The sources of the parts of complete checkpoints, as one rank sees them.
 
-    Domains are numbered: first those of the memory tier, if there is one, then those of the disks.
+    Domains are numbered: first those of the memory tier, if there is one, then those of the disks, and last the bucket,
+    which all ranks see.
 
     Args:
         disk: This rank's driver of the disk.
         memory: This rank's driver of the memory tier; None without that tier.
         client: This rank's client of the control plane.
+        drain: The drain of this rank's engine; None without one.
     """
 
-    def __init__(self, disk: Driver, memory: Driver | None, client: Client) -> None:
+    def __init__(self, disk: Driver, memory: Driver | None, client: Client, drain: Draining | None = None) -> None:
         self._disk = disk
         self._memory = memory
         self._client = client
         self._restore = disk.member.restore
         self._shift = 0 if memory is None else len({*memory.member.homes})
+        self._drain = drain
+        self._bucket = self._shift + len({*disk.member.homes})  # its domain
+        self._in_bucket: dict[Key, Entry] = {}  # as of the present candidate: all ranks have to know the same
 
     def has_further(self, key: Key, passed: Sequence[int]) -> bool:
         """Return whether there is a further copy of this rank's part, besides the present one and the passed ones.
@@ -223,11 +239,13 @@ class PartSources:
         rank, old = member.rank, len(way)
         own, other_world = rank % old, None if old == member.world else (rank, member.world)
         for each, domain in enumerate(way):
-            if (driver := self._seen(rank, domain)) is not None:
-                sources[each] = FolderPart(driver.opened, rank_name(each), key)
+            if (opened := self._seen(rank, domain)) is not None:
+                sources[each] = FolderPart(opened, rank_name(each), key)
             else:
                 elsewhere.append(each)
-        tier: Reach = "memory" if way[own] < self._shift else "disk"
+        tier: Reach = "memory" if way[own] < self._shift else "remote" if way[own] == self._bucket else "disk"
+        if tier == "remote":
+            return RestoreCandidate(sources, own, elsewhere, other_world=other_world, source=tier)
         nearest = self._memory if tier == "memory" and self._memory is not None else disk
         if (part := nearest.member.parts.get(key)) is not None and self._sees(rank, way[own]):
             sources[own] = OwnSlot(nearest.store, part.entry)
@@ -257,9 +275,12 @@ class PartSources:
         if found is not None:
             kept = memory is None or memory.member.run is None or key in memory.member.keep
             ways = [*found.ways] if kept else [found.spare]
+            ways = [way for way in ways if self._bucket not in way or key in self._in_bucket]
         else:  # parts of this run are in their ranks' domains
             ways += [memory.member.homes] if memory is not None and key in memory.member.keep else []
-            ways += [disk] if memory is None or key in self._disk.member.keep else []
+            if key in self._disk.member.keep or (memory is None and key not in self._in_bucket):
+                ways.append(disk)
+            ways += [[self._bucket] * len(disk)] if key in self._in_bucket else []
             if memory is not None and key == memory.member.rounds.floor:
                 ways += [
                     [memory.member.homes[one] for one in each]
@@ -284,13 +305,16 @@ class PartSources:
 
     def _sees(self, rank: int, domain: int) -> bool:
         disk, memory = self._disk.member.homes[rank] + self._shift, self._memory
-        return domain == disk or (memory is not None and domain == memory.member.homes[rank])
+        return domain in (disk, self._bucket) or (memory is not None and domain == memory.member.homes[rank])
 
-    def _seen(self, rank: int, domain: int) -> Driver | None:
-        """Return the driver of the tier whose folders a domain has; None if the rank does not see the domain."""
+    def _seen(self, rank: int, domain: int) -> OpenMedium | None:
+        """Return the medium with the folders of a domain; None if the rank does not see the domain."""
         if not self._sees(rank, domain):
             return None
-        return self._disk if domain >= self._shift else self._memory
+        if domain == self._bucket:
+            return None if self._drain is None else self._drain.opened
+        driver = self._disk if domain >= self._shift else self._memory
+        return None if driver is None else driver.opened
 
     def has_out_of_sight(self, key: Key | None, passed: Sequence[int]) -> bool:
         """Return whether parts of a checkpoint that this rank does not see are to be read from other hosts' memory."""
@@ -307,25 +331,31 @@ class PartSources:
         for driver in (self._disk, self._memory):
             if driver is not None and (part := driver.member.parts.get(key)) is not None:
                 return part.entry.step
-        return None if found is None else found.entry.step
+        entry = self._in_bucket.get(key) if found is None else found.entry
+        return None if entry is None else entry.step
 
     def sendings(self, key: Key, passed: Sequence[int]) -> Iterator[Coroutine[Any, Any, None]]:
-        """Yield coroutines that send parts which ranks on other hosts restore, and which this rank has to send."""
+        """Yield coroutines that send parts which ranks on other hosts restore, and which this rank has to send.
+
+        Called for each candidate as soon as this rank learns it.
+        """
+        copies = () if self._drain is None else self._drain.state.valid
+        self._in_bucket = {copy.key: copy.entry for copy in copies if copy.key is not None}
         found = self._complete(key)
         world = self._disk.member.world if found is None else found.world
         for rank in range(self._disk.member.world):
             if not (ways := self._ways(key, rank, passed)):
                 continue
             way, source = ways[0], rank % world
-            driver = self._seen(self._disk.member.rank, domain := way[source])
+            opened = self._seen(self._disk.member.rank, domain := way[source])
             lowest = next((one for one in range(self._disk.member.world) if self._sees(one, domain)), -1)
-            if driver is not None and not self._sees(rank, domain) and lowest == self._disk.member.rank:
-                part = FolderPart(driver.opened, rank_name(source), key)
+            if opened is not None and not self._sees(rank, domain) and lowest == self._disk.member.rank:
+                part = FolderPart(opened, rank_name(source), key)
                 yield send_part(self._client, self._prefix(rank), part)
 
     def _complete(self, key: Key) -> Complete | None:
         view = (self._disk if self._memory is None else self._memory).member.view
-        return next((one for one in view.complete if one.key == key), None) if view is not None else None
+        return next((one for one in (*view.remote, *view.complete) if one.key == key), None) if view else None
 
     def _prefix(self, rank: int) -> str:
         """Return the prefix of the keys under which a rank receives the part that it restores."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
+from pccheck_async.bucket import BucketState
 from pccheck_async.errors import CheckpointError, NoCheckpointError, StoreError, StoreFullError, first_few, readable
 from pccheck_async.format import Entry, Line, describe_which, name_in
 from pccheck_async.group.messages import (
@@ -18,7 +19,9 @@ from pccheck_async.group.messages import (
     Admitted,
     AnyDecision,
     AnyMessage,
+    AskParts,
     Broken,
+    BucketChanged,
     Cause,
     Change,
     ChangeRequest,
@@ -30,6 +33,7 @@ from pccheck_async.group.messages import (
     Found,
     Goodbye,
     Hello,
+    InBucket,
     InMemory,
     Joined,
     KeptPart,
@@ -43,6 +47,7 @@ from pccheck_async.group.messages import (
     RestoreRequest,
     Roster,
     RoundEnd,
+    SentParts,
     Start,
     Verified,
     WantedStep,
@@ -51,7 +56,8 @@ from pccheck_async.group.parts import Key, Run, SeenStore, Settled, link_to, mem
 from pccheck_async.group.restore import LeadRestore, There
 from pccheck_async.group.rounds import LeadRounds
 from pccheck_async.group.schedule import LeadSchedule
-from pccheck_async.group.view import View, kept_at_start, view_of, view_of_both
+from pccheck_async.group.uploads import LeadUploads
+from pccheck_async.group.view import View, kept_at_start, view_beside_bucket, view_of, view_of_both
 from pccheck_async.store import Retention
 
 __all__ = ["Coordinator"]
@@ -124,6 +130,10 @@ class Coordinator:
         self.memory = memory
         self.replicas = replicas
         self.rounds = LeadRounds(world)
+        self.uploads = LeadUploads(world)
+        self.bucket: BucketState | None = None
+        """The state of the drain; None without one."""
+        self._dropped: set[int] = set()  # counters that were rejected or removed; the bucket may have them yet
         self._token = token
         self.disk: Coordinator | None = None
         """The disk's coordinator, if this is the memory tier's; else None."""
@@ -165,6 +175,9 @@ class Coordinator:
         }
         if self.restore.requests:
             answered["a restore"] = set(self.restore.answered)
+        if self.uploads.running is not None and self.uploads.answers:
+            step = self.uploads.running.upload.step
+            answered[f"the copy of step {step} to the bucket"] = self.uploads.answers.keys()
         awaited = {what: [rank for rank in range(self.world) if rank not in ranks] for what, ranks in answered.items()}
         return awaited if self.memory is None else self.memory.awaited() | awaited
 
@@ -189,6 +202,13 @@ class Coordinator:
                 return self._receive_copied(message)
             case Preempted() | Acknowledge():
                 return self.schedule.receive(message)
+            case AskParts():
+                return self.uploads.begin(message, self._left)
+            case SentParts():
+                return self.uploads.receive(message)
+            case BucketChanged():
+                self.bucket = message.state
+                return [InBucket(message.state)]
             case RestoreRequest() | Matched() | Verified():
                 there, rejected = list[There](), list[There]()
                 for run, one in self._restorable():
@@ -209,7 +229,10 @@ class Coordinator:
                 return self._receive_digests(message)
             case Goodbye():
                 self._left[message.rank] = message
-                return [*self._abort_what_lacks_ranks(), *self._end_rounds(message)] if self.broken is None else []
+                uploads = self.uploads.leave(message.rank)
+                if self.broken is not None:
+                    return uploads
+                return [*uploads, *self._abort_what_lacks_ranks(), *self._end_rounds(message)]
 
     def _receive_about_memory(self, message: AnyMessage) -> list[AnyDecision]:
         if self.memory is None:
@@ -229,11 +252,14 @@ class Coordinator:
         return _in_memory(self.memory.schedule.publish(step, save=save))
 
     def _restorable(self) -> list[tuple[Run, Entry]]:
-        """Return the checkpoints of both tiers, newest first; of one that is in both, the disk's entry.
+        """Return the checkpoints of all tiers, newest first; of one that is in several, the disk's entry.
 
         Only the disk's entry has whether it is pinned or rejected.
         """
-        there = self.committed if self.disk is None else self.committed | self.disk.committed
+        copies = () if self.bucket is None else self.bucket.valid
+        in_bucket = {copy.entry.counter: (copy.key.run, copy.entry) for copy in copies if copy.key is not None}
+        there = {counter: one for counter, one in in_bucket.items() if counter not in self._dropped}
+        there |= self.committed if self.disk is None else self.committed | self.disk.committed
         return [there[counter] for counter in sorted(there, reverse=True)]
 
     # -- opening
@@ -277,6 +303,8 @@ class Coordinator:
             return []
         stores = [store for rank in sorted(self._found) for store in self._found[rank].stores]
         view = view_of(stores, homes, hosts) if self.disk is None else self._view_of_both(self.disk, stores)
+        for bucket in (one.bucket for one in self._found.values() if one.bucket is not None):
+            view, self.bucket = view_beside_bucket(stores, homes, hosts, bucket)
         self._view = view
         if view.error is not None:
             return [Refused(view.error)]
@@ -287,7 +315,7 @@ class Coordinator:
         self.settled = Settled(view.base + 1)
         self.committed = {one.entry.counter: (one.run, one.entry) for one in view.complete}
         self.unproven = view.unproven
-        return [Opened(view, self.nonce)]
+        return [Opened(view, self.nonce, self.bucket)]
 
     def _view_of_both(self, disk: Coordinator, found: Sequence[SeenStore]) -> View:
         """Return the view over both tiers (:func:`view_of_both`), or over the disk alone if that one has an error."""
@@ -593,6 +621,7 @@ class Coordinator:
         except CheckpointError as error:  # there is none of that step, or no room for one more
             refused: Refusal = "missing" if isinstance(error, NoCheckpointError) else "refused"
             return [Change(message.index, (), (), str(error), refused)]
+        self._dropped |= chosen | (self.committed.keys() - {entry.counter for entry in changed})
         self.committed = {entry.counter: (self.committed[entry.counter][0], entry) for entry in changed}
         keys = [Key(entry.counter, self.committed[entry.counter][0]) for entry in changed if entry.counter in chosen]
         keys += [key for key in self.unproven if key.counter in chosen]

@@ -32,6 +32,7 @@ from typing import Literal
 
 from msgspec.structs import replace
 
+from pccheck_async.bucket import BucketState
 from pccheck_async.format import Entry, Line, name_in
 from pccheck_async.group.actions import (
     Action,
@@ -69,6 +70,7 @@ from pccheck_async.group.messages import (
     Found,
     Goodbye,
     Hello,
+    InBucket,
     InMemory,
     Joined,
     Metadata,
@@ -77,6 +79,7 @@ from pccheck_async.group.messages import (
     NotRestored,
     Ok,
     Opened,
+    PartsSent,
     Preempted,
     Propose,
     Refusal,
@@ -85,6 +88,7 @@ from pccheck_async.group.messages import (
     Roster,
     Round,
     RoundEnd,
+    SendParts,
     Start,
     Verify,
     WantedStep,
@@ -95,7 +99,7 @@ from pccheck_async.group.placement import holders_of
 from pccheck_async.group.restore import Restore
 from pccheck_async.group.rounds import Rounds
 from pccheck_async.group.schedule import Schedule
-from pccheck_async.group.view import View
+from pccheck_async.group.view import FoundBucket, View
 
 __all__ = ["Member", "apply_decisions", "is_undecided"]
 
@@ -181,10 +185,14 @@ class Member:
         self.view: View | None = None
         self.nonce = 0
         """The random number of the run that begins; 0 before the opening."""
+        self.found_bucket: FoundBucket | None = None
+        """The bucket that this rank has taken over; None without a drain, and on other ranks than rank 0."""
+        self.bucket: BucketState | None = None
+        """The state of the drain at the opening; None without one."""
         self.line: Line | None = None
-        """The line that this rank writes to its disk when it joins the run; None without a memory tier."""
+        """The line that this rank writes to its disk when it joins the run; None without a tier beside the disk."""
         self.came_from: Key | None = None
-        """The checkpoint that the run goes on from by its line; None: it begins anew, or there is no memory tier."""
+        """The checkpoint that the run goes on from by its line; None: it begins anew, or there is no such tier."""
         self.counter = -1
         """The counter of the last checkpoint that was requested; before the first one, the largest of earlier runs."""
         self.stopped: Broken | None = None
@@ -228,7 +236,7 @@ class Member:
         seen = tuple(replace(store, domain=home) for store in stores)
         # No rank writes to the folder of a rank that does not run here: this one answers for them.
         self._orphans = tuple(one for one in seen if one.rank >= self.world or not self._is_written(one.rank, home))
-        return [Post(Found(self.rank, seen))]
+        return [Post(Found(self.rank, seen, self.found_bucket))]
 
     @property
     def homes(self) -> tuple[int, ...]:
@@ -244,8 +252,8 @@ class Member:
         self.rounds.holders = holders_of(roster.homes, self.rounds.replicas)
         return [Scan()] if self.homes.index(self.homes[self.rank]) == self.rank else []
 
-    def _open(self, view: View, nonce: int) -> list[Action]:
-        self.view, self.nonce = view, nonce
+    def _open(self, view: View, nonce: int, bucket: BucketState | None) -> list[Action]:
+        self.view, self.nonce, self.bucket = view, nonce, bucket
         self.counter = view.base
         self.rejected.update(one.key for one in view.complete if one.entry.rejected)
         self.settled = Settled(view.base + 1)
@@ -531,9 +539,11 @@ class Member:
             case Roster():
                 return self._meet(decision)
             case Opened():
-                return self._open(decision.view, decision.nonce)
+                return self._open(decision.view, decision.nonce, decision.bucket)
             case Refused():
                 return [Unopened(decision.why)]
+            case SendParts() | PartsSent() | InBucket():  # the drain's (:mod:`.drain`)
+                return []
             case _ if self.stopped is not None:
                 return []
             case Broken():

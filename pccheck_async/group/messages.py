@@ -11,9 +11,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
+from pccheck_async.bucket import BucketState, PartName, Upload
 from pccheck_async.format import Entry, Which
 from pccheck_async.group.parts import Key, Run, SeenStore
-from pccheck_async.group.view import View
+from pccheck_async.group.view import FoundBucket, View
 
 __all__ = [
     "VERSION",
@@ -23,7 +24,9 @@ __all__ = [
     "Admitted",
     "AnyDecision",
     "AnyMessage",
+    "AskParts",
     "Broken",
+    "BucketChanged",
     "Candidate",
     "Cause",
     "Change",
@@ -38,6 +41,7 @@ __all__ = [
     "Goodbye",
     "GroupDecision",
     "Hello",
+    "InBucket",
     "InMemory",
     "Joined",
     "KeptPart",
@@ -48,6 +52,7 @@ __all__ = [
     "NotRestored",
     "Ok",
     "Opened",
+    "PartsSent",
     "Preempted",
     "Propose",
     "Reason",
@@ -58,7 +63,10 @@ __all__ = [
     "Roster",
     "Round",
     "RoundEnd",
+    "SendParts",
+    "SentParts",
     "Start",
+    "UploadFailure",
     "Verified",
     "Verify",
     "WantedStep",
@@ -69,7 +77,7 @@ __all__ = [
     "encode",
 ]  # fmt: skip
 
-VERSION = 9
+VERSION = 10
 """The version of this protocol. Ranks with different versions refuse to open."""
 
 Metadata = dict[str, str | int | float | bool | None]
@@ -126,6 +134,8 @@ class Found(Message, frozen=True):
     """The stores of one domain."""
 
     stores: tuple[SeenStore, ...]
+    bucket: FoundBucket | None = None
+    """The bucket of the drain, from rank 0, which has taken it over; None without a drain, and from other ranks."""
 
 
 class Opened(GroupDecision, frozen=True):
@@ -134,6 +144,8 @@ class Opened(GroupDecision, frozen=True):
     view: View
     nonce: int = 0
     """The random number of the run that begins. With the number in ``view`` it names the run in its line."""
+    bucket: BucketState | None = None
+    """The bucket of the drain, with the commits there that are not valid; None without a drain."""
 
 
 class Refused(GroupDecision, frozen=True):
@@ -455,13 +467,66 @@ class RoundEnd(GroupDecision, frozen=True):
     """The rank that could not send its part; -1: none, as the checkpoint was removed, or a rank has left."""
 
 
+# -- copies of checkpoints in a bucket
+
+
+class AskParts(Message, frozen=True):
+    """Rank 0's drain requests the parts of a committed checkpoint."""
+
+    number: int
+    """The number of earlier requests."""
+    upload: Upload
+
+
+class SendParts(GroupDecision, frozen=True):
+    """Each rank uploads the parts of this checkpoint that lie on its disk. One upload at a time."""
+
+    number: int
+    upload: Upload
+
+
+UploadFailure: TypeAlias = Literal["", "damaged", "dropped", "refused", "failed", "ended"]
+"""Why parts were not uploaded. ``damaged``: one is, on disk; ``dropped``: the checkpoint was, meanwhile; ``refused``:
+the object store refuses, or the rank has left; ``failed``: another attempt may succeed; ``ended``: none will."""
+
+
+class SentParts(Message, frozen=True):
+    """The places of the parts that a rank has uploaded; or why it has not."""
+
+    number: int
+    parts: tuple[PartName, ...]
+    failed: UploadFailure = ""
+    why: str = ""
+
+
+class PartsSent(GroupDecision, frozen=True):
+    """All ranks have answered: the places of all parts, in the order of ranks; or why some part is not there."""
+
+    number: int
+    parts: tuple[PartName, ...]
+    failed: UploadFailure = ""
+    why: str = ""
+
+
+class BucketChanged(Message, frozen=True):
+    """Rank 0's drain tells its state."""
+
+    state: BucketState
+
+
+class InBucket(GroupDecision, frozen=True):
+    """The state of the drain from now on."""
+
+    state: BucketState
+
+
 _Message = (
     Hello | Found | Joined | Admitted | Ok | Digests | Failed | ChangeRequest | Goodbye | Preempted | Acknowledge
-    | RestoreRequest | Matched | Verified | Copied
+    | RestoreRequest | Matched | Verified | Copied | AskParts | SentParts | BucketChanged
 )  # fmt: skip
 _Decision = (
     Roster | Opened | Refused | Start | Commit | Compare | Abort | Change | Broken | Next | Propose | Confirm | Withdraw
-    | Candidate | Verify | Restored | NotRestored | Round | RoundEnd
+    | Candidate | Verify | Restored | NotRestored | Round | RoundEnd | SendParts | PartsSent | InBucket
 )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from typing import ClassVar, Final
 import msgspec
 from msgspec import structs
 
+from pccheck_async.bucket import BucketState, Upload, shown
 from pccheck_async.engine import (
     Connected,
     Draining,
@@ -27,6 +28,7 @@ from pccheck_async.engine import (
     RestoreCandidates,
     StepEnd,
     StepReport,
+    UploadedParts,
     memory_folder,
 )
 from pccheck_async.errors import (
@@ -39,18 +41,19 @@ from pccheck_async.group.actions import Action, Post
 from pccheck_async.group.candidates import AgreedCandidates, PartSources
 from pccheck_async.group.control import Address, Client, Server, name_slow_ranks
 from pccheck_async.group.coordinator import Coordinator
+from pccheck_async.group.drain import GroupDrain
 from pccheck_async.group.driver import Driver, RestoreAction, Surroundings, set_future
 from pccheck_async.group.folder import domain_of, seen_store, wait_for_made
 from pccheck_async.group.group import Group
 from pccheck_async.group.member import Member
 from pccheck_async.group.memory import UNDECIDED, GroupMemory
-from pccheck_async.group.messages import AnyDecision, AnyMessage, Failed, InMemory
+from pccheck_async.group.messages import AnyDecision, AnyMessage, BucketChanged, Failed, InMemory
 from pccheck_async.group.steps import Steps
 from pccheck_async.group.wire import Listener, local_address
 from pccheck_async.medium.files import Files
 from pccheck_async.medium.open_medium import OpenMedium
 from pccheck_async.state import Owners, ReplicaSample
-from pccheck_async.store import Retention, Store, Written, rank_name
+from pccheck_async.store import Retention, Source, Store, Written, rank_name
 from pccheck_async.telemetry import write
 from pccheck_async.transfer import uninterrupted
 from pccheck_async.transfer.operations import Operations
@@ -68,7 +71,8 @@ class Ranks(Peers):
 
     A commit is split at its record: the data becomes durable here, then the rank's record names it as prepared, the
     group decides, and a later record applies the decision and frees slots. :class:`.member.Member` returns actions, and
-    :class:`.driver.Driver` carries them out. With a memory tier there is one more of both (:mod:`.tiers`).
+    :class:`.driver.Driver` carries them out. With a memory tier there is one more of both (:mod:`.tiers`); with a drain
+    rank 0 owns the bucket (:mod:`.drain`).
 
     Attributes:
         address: Address of the control plane; set by :meth:`meet`.
@@ -93,6 +97,7 @@ class Ranks(Peers):
         self._client: Client | None = None
         self._said_hello = False
         self._memory: GroupMemory | None = None
+        self._drain: GroupDrain | None = None
         self._listener: Listener | None = None
         self._naming: asyncio.Task[None] | None = None
         self._idle = asyncio.Event()
@@ -102,10 +107,6 @@ class Ranks(Peers):
     def retention(self, config: EngineConfig) -> Retention:
         if config.on_busy == "skip":
             raise ValueError("on_busy='skip' is not for groups: a step that one rank skips is saved by another")
-        if config.drain is not None:
-            raise ValueError(
-                "drain=Drain(...) is for one process; a group's checkpoints are not copied to a bucket yet"
-            )
         # Records also name prepared checkpoints.
         self._retention = replace(config.retention, most=MOST_ENTRIES - 2 * config.max_in_flight)
         return self._retention
@@ -118,6 +119,10 @@ class Ranks(Peers):
         domain = domain_of(folder)
         wait_for_made(folder)  # else ranks of one host may get different folders
         return memory_folder(root, folder, domain, GROUP_NAME) / Path(path).name
+
+    @property
+    def leads(self) -> bool:
+        return self.group.rank == 0
 
     def meet(self, config: EngineConfig) -> None:
         group = self.group
@@ -158,6 +163,9 @@ class Ranks(Peers):
         opened = OpenMedium(operations, Files(folder, operations), "", os.fspath(folder))
         around = self._surroundings(end_with)
         self._disk = disk = Driver(member, store, opened, folder, around)
+        if drain is not None:
+            self._drain = GroupDrain(drain, disk)
+            member.found_bucket = self._drain.found(path, overwrite=config.overwrite)
         domain = await self._call(domain_of, folder)
         await opened.medium.prepare(create=False)
         learn, lost = partial(self._from_thread, self._learn), partial(self._from_thread, self._note_lost)
@@ -169,11 +177,13 @@ class Ranks(Peers):
         self._said_hello, host = True, socket.gethostname()
         disk.do(member.hello(domain=domain, host=host, settings=_settings(folder, config, group)))
         await disk.ready
+        if self._drain is not None:
+            self._drain.open()
         if memory is not None:
             self._memory = GroupMemory(memory, disk, around, self._steps, self._server, operations, self._listener)
             self._memory.note_stopped(member.stopped)  # the group may have broken before there was anything to stop
             await self._memory.open(host)
-        self._parts = PartSources(disk, None if self._memory is None else self._memory.driver, client)
+        self._parts = PartSources(disk, None if self._memory is None else self._memory.driver, client, drain)
         if self._server is not None:
             self._naming = self._loop.create_task(name_slow_ranks(self._server.awaited, folder))
         self._warn_of_incomplete()
@@ -217,12 +227,13 @@ class Ranks(Peers):
         """Warn of checkpoints newer than the newest complete one that were complete once, and lack parts now."""
         view = self.member.view
         assert view is not None
-        newest = view.complete[0].key.counter if view.complete else -1
+        there = (*view.complete, *view.remote)
+        newest = max((one.key.counter for one in there), default=-1)
         for one in view.incomplete:
             if one.committed and one.key.counter > newest and self.member.rank == 0:
                 hosts = ", ".join(one.hosts) or "no host of this run"
                 text = "the checkpoint of step %d lacks the parts of %s (they run on %s): %s"
-                then = "an older one is restored" if view.complete else "no complete one is left to restore"
+                then = "an older one is restored" if there else "no complete one is left to restore"
                 write("incomplete", text, one.step, one.lacking, hosts, then, store=os.fspath(self._folder))
 
     async def unopened(self, error: BaseException) -> None:
@@ -274,6 +285,8 @@ class Ranks(Peers):
             await uninterrupted(self._listener.close())
         for answer in self._disk.changes.values():
             set_future(answer, GroupError("this rank left before all ranks had asked for this change"))
+        if self._drain is not None:
+            await uninterrupted(self._drain.close())
         client, self._client = self._client, None
         if client is not None:
             await uninterrupted(self._call(client.close))
@@ -292,6 +305,8 @@ class Ranks(Peers):
 
     def _note_lost(self, why: str) -> None:
         set_future(self._disk.ready, GroupError(why))
+        if self._drain is not None:
+            self._drain.lost(why)
         with self._steps.changed:
             actions = self.member.lost(why)
             also = [] if self._memory is None else self._memory.driver.member.lost(why)
@@ -312,6 +327,8 @@ class Ranks(Peers):
                 actions = driver.learn(decision)
                 self._steps.changed.notify_all()
             driver.do(actions)
+            if self._drain is not None:
+                self._drain.learn(decision)
         except Exception as error:  # noqa: BLE001 - else its waiting callers wait for ever
             name = type(decision).__name__
             self._note_lost(f"rank {self.member.rank} cannot take a decision in ({name}: {error!r})")
@@ -334,6 +351,8 @@ class Ranks(Peers):
     ) -> None:
         if on_disk:
             self._disk.begin(counter)
+        if self._drain is not None:
+            self._drain.set_line()
         if self._memory is None:
             actions = self.member.request(step, dict(metadata), sums, differing)
             assert self.member.counter == counter, (self.member.counter, counter)
@@ -388,6 +407,19 @@ class Ranks(Peers):
         if self._memory is not None:
             self._memory.ended(counter, error)
 
+    # -- the drain
+
+    def parts_to_send(self, counter: int) -> Mapping[int, Source]:
+        assert self._drain is not None
+        return self._drain.parts_to_send(counter)
+
+    async def upload(self, request: Upload) -> UploadedParts:
+        assert self._drain is not None
+        return await self._drain.upload(request)
+
+    def tell_bucket(self, state: BucketState) -> None:
+        self._disk.around.post(BucketChanged(self.group.rank, state))
+
     # -- committed checkpoints
 
     def candidates(self, which: Which, *, dry_run: bool) -> RestoreCandidates:
@@ -436,8 +468,11 @@ class Ranks(Peers):
     async def remove(self, which: int | str, *, force: bool) -> list[Entry]:
         before = self._in_any_tier
         await self._change(partial(self.member.remove, which, force=force))
+        removed = [entry for entry in before if entry.matches(which)]
+        if self._drain is not None:
+            self._drain.draining.note_dropped(entry.counter for entry in removed)
         await self._store.slots.remove_surplus()
-        return [entry for entry in before if entry.matches(which)]
+        return removed
 
     async def reject(
         self, which: int | str, in_flight: Mapping[int, tuple[int, str | None]], until: int
@@ -458,6 +493,8 @@ class Ranks(Peers):
         # The next save may have dropped some by now, and some in flight may have been committed before the decision.
         there = {entry.counter: entry for entry in (*before, *self.entries)}
         rejected = {key.counter for key in self.member.rejected} - {each.counter for each in before if each.rejected}
+        if self._drain is not None:
+            self._drain.draining.note_dropped(rejected)
         return [there[counter].as_rejected() for counter in sorted(rejected & there.keys(), reverse=True)]
 
     async def _change(self, ask: Callable[[], list[Action]]) -> Sequence[Entry]:
@@ -466,6 +503,8 @@ class Ranks(Peers):
         Returns when this rank's records on disk and in memory have the change. Raises NoCheckpointError, StoreError,
         GroupError.
         """
+        if self._drain is not None:
+            self._drain.set_line(unrestored=True)
         if self._memory is None:
             return await self._disk.change(ask)
         followed = self._memory.follow(self.member.changes_asked)
@@ -503,5 +542,6 @@ def _settings(folder: Path, config: EngineConfig, group: Group) -> str:
         "trusted_replicas": group.trusted_replicas,
         "memory": None if config.memory is None else config.memory.keep_last,
         "replicas": None if config.memory is None else config.memory.replicas,
+        "drain": None if config.drain is None else (shown(config.drain.url), config.drain.keep_last),
     }
     return msgspec.json.encode(settings).decode()

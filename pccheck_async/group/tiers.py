@@ -13,15 +13,48 @@ The parts that both tiers share are here, and on rank 0 in :class:`.coordinator.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from pccheck_async.format import Key, Line
 from pccheck_async.group.actions import Action
 from pccheck_async.group.member import Member
 from pccheck_async.group.messages import Metadata
 from pccheck_async.group.parts import link_to, run_id
+from pccheck_async.group.view import Complete
 
-__all__ = ["Tiers"]
+__all__ = ["Tiers", "set_line"]
+
+
+def set_line(
+    disk: Member,
+    complete: Sequence[Complete],
+    base: int,
+    restored: Key | None,
+    lines: Mapping[Key, Line],
+    *,
+    unrestored: bool = False,
+) -> None:
+    """Set the line with which a rank joins the run on disk, which is the same on all ranks.
+
+    Args:
+        disk: The member of the disk, which has not joined yet.
+        complete: The complete checkpoints in all tiers, newest first.
+        base: The largest counter in any tier.
+        restored: The checkpoint that was restored; None: none was.
+        lines: The lines of checkpoints in a bucket, which go on where the disk's line ends.
+        unrestored: Whether this is for a change, not a checkpoint. If nothing was restored, the run then goes on from
+            the newest checkpoint that is not rejected, so that those in other tiers stay valid.
+    """
+    view, came_from = disk.view, restored
+    assert view is not None
+    if came_from is None and unrestored:
+        came_from = next((one.key for one in complete if not one.entry.rejected), None)
+    before = view.line
+    if came_from is not None and not (before is not None and before.accepts(*link_to(came_from))):
+        before = lines.get(came_from, before)
+    disk.came_from = came_from
+    link = None if came_from is None else link_to(came_from)
+    disk.line = Line.begin(before, run_id(view.number, disk.nonce), base, link)
 
 
 class Tiers:
@@ -48,22 +81,10 @@ class Tiers:
     def join(self, *, unrestored: bool = False) -> list[Action]:
         """Join the run on disk, with its line, unless that was done. Called before the first checkpoint in any tier.
 
-        ``unrestored``: called for a change, not a checkpoint. If nothing was restored, the run then goes on from the
-        newest checkpoint that is not rejected, so that those in memory stay valid.
+        ``unrestored`` is as for :func:`set_line`.
         """
-        disk, view = self.disk, self.memory.view
-        assert view is not None
-        if not disk.joined:
-            disk.came_from = self.memory.restore.restored
-            if disk.came_from is None and unrestored:
-                disk.came_from = next((one.key for one in view.complete if not one.entry.rejected), None)
-            disk.line = self._line(disk.came_from)
-        return disk.join()
-
-    def _line(self, came_from: Key | None) -> Line:
-        """Return the line of this run, which is the same on all ranks."""
-        view, both = self.disk.view, self.memory.view
-        assert view is not None
+        both = self.memory.view
         assert both is not None
-        run = run_id(view.number, self.disk.nonce)
-        return Line.begin(view.line, run, both.base, None if came_from is None else link_to(came_from))
+        if not self.disk.joined:
+            set_line(self.disk, both.complete, both.base, self.memory.restore.restored, {}, unrestored=unrestored)
+        return self.disk.join()

@@ -21,11 +21,15 @@ from math import prod
 import msgspec
 from msgspec.structs import replace
 
+from pccheck_async.bucket import BucketState
 from pccheck_async.format import Entry, Line
 from pccheck_async.group.parts import MOST_HASH, Applied, Key, Part, Run, SeenStore, member_hash, on_the_line, run_id
 from pccheck_async.store import Retention, rank_name, ranks_in_words
 
-__all__ = ["Complete", "Incomplete", "View", "kept_at_start", "line_in", "view_of", "view_of_both"]
+__all__ = [
+    "Complete", "FoundBucket", "Incomplete", "View", "kept_at_start", "line_in", "view_beside_bucket", "view_of",
+    "view_of_both",
+]  # fmt: skip
 
 _MOST_COMBINATIONS = 4096
 """Most combinations of stores that are tried as the members of a run, before it is left unproven: if ranks swapped
@@ -101,7 +105,21 @@ class View(msgspec.Struct, frozen=True, array_like=True):
     error: str | None = None
     """A contradiction between the records, with which the group cannot be opened; None: there is none."""
     line: Line | None = None
-    """The line that decides which checkpoints in memory are valid; None: none is."""
+    """The line that decides which checkpoints in memory, or in a bucket, are valid; None: none is."""
+    remote: tuple[Complete, ...] = ()
+    """The checkpoints in the bucket that are valid beside the disks, with ways through both; the disks' domains come
+    first, then the bucket, which all ranks see. All other lists are about the disks alone."""
+
+
+class FoundBucket(msgspec.Struct, frozen=True, array_like=True):
+    """The bucket that rank 0 has taken over."""
+
+    state: BucketState
+    path: str
+    """The group's folder, for messages."""
+    url: str
+    overwrite: bool
+    """Whether checkpoints of other branches are to be replaced."""
 
 
 def view_of(stores: Sequence[SeenStore], homes: Sequence[int], hosts: Sequence[str]) -> View:
@@ -171,6 +189,49 @@ def view_of_both(
     stores = [*shifted, *on_the_line(in_memory, line_in(disks))]
     view = view_of(stores, [*homes_in_memory, *(home + shift for home in homes)], hosts)
     return replace(view, unproven=(), base=max(view.base, base_counter(in_memory, ())))
+
+
+def view_beside_bucket(
+    stores: Sequence[SeenStore], homes: Sequence[int], hosts: Sequence[str], found: FoundBucket
+) -> tuple[View, BucketState]:
+    """Return the agreement over the disks and a bucket, and the bucket's state with the commits that are not valid.
+
+    A checkpoint in the bucket is valid if the disks' line accepts it, as one in memory is; beside empty disks the
+    newest one is. The view has an error if the newest one is of another branch, or if one process saved one.
+    """
+    disks, alone = reachable(stores, homes), view_of(stores, homes, hosts)
+    there = {one.key for one in alone.complete} | {one.key for one in alone.incomplete if not one.proven}
+    entries = [part.entry for store in disks for part in store.parts if part.key in there]
+    newest = max(entries, key=lambda entry: entry.counter, default=None)
+    trouble = found.state.trouble_beside(alone.line, newest, found.path, found.url, of_group=True)
+    if trouble and not found.overwrite:
+        return replace(alone, error=alone.error or trouble), found.state
+    state = found.state.beside(alone.line, None if newest is None else newest.counter, of_group=True)
+    domain, worlds = len({*homes}), [copy.world for copy in state.valid]
+    parts = [(copy.key, copy) for copy in state.valid if copy.key is not None]
+    in_bucket = [
+        SeenStore(
+            domain,
+            rank,
+            b"bucket" + rank.to_bytes(10, "big"),
+            None,
+            tuple(Part(key.run, rank, copy.world, True, copy.entry) for key, copy in parts if rank < copy.world),
+        )
+        for rank in range(max(worlds, default=0))
+    ]
+    both = view_of([*disks, *in_bucket], [*homes, domain], hosts)
+    keys = {key for key, _ in parts}
+    numbers = [copy.key.run.number for copy in found.state.copies if copy.key is not None]
+    if numbers and found.state.line is not None:
+        numbers.append(number_of(found.state.line))
+    view = replace(
+        alone,
+        remote=tuple(one for one in both.complete if one.key in keys),
+        base=max(alone.base, state.newest),
+        number=max(alone.number, *(number + 1 for number in numbers)) if numbers else alone.number,
+        error=alone.error or both.error,
+    )
+    return view, state
 
 
 def reachable(stores: Sequence[SeenStore], homes: Sequence[int]) -> list[SeenStore]:

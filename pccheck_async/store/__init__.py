@@ -44,7 +44,7 @@ from pccheck_async.store.fallback import (
 from pccheck_async.store.known_bytes import KnownBytes, SlotLease, can_hash
 from pccheck_async.store.newer_slots import NewerSlot, newer_in_words, newer_slots, warn_of_newer
 from pccheck_async.store.part_reader import PartReader, Source, read_encoded_manifest, read_manifest
-from pccheck_async.store.rank_folders import is_group_folder, rank_folders, rank_name
+from pccheck_async.store.rank_folders import is_group_folder, rank_folders, rank_name, rank_of
 from pccheck_async.store.retention import Best, Keep, KeepAll, MetricWatch, Retention, SpaceNeeded
 from pccheck_async.store.slot_writer import ChunkPlace, SlotWriter
 from pccheck_async.store.sources import FolderPart, OwnSlot
@@ -97,6 +97,7 @@ __all__ = [
     "others_in_words",
     "rank_folders",
     "rank_name",
+    "rank_of",
     "ranks_in_words",
     "read_commit",
     "read_encoded_manifest",

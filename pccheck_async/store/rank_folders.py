@@ -11,7 +11,7 @@ from pccheck_async.errors import CorruptStoreError, ReadError, in_shell, read_er
 from pccheck_async.format.record import GROUP_NAME, GROUP_VERSION, IDENTITY_NAME, decode_identity
 from pccheck_async.medium.folder import Folder
 
-__all__ = ["is_group_folder", "rank_folders", "rank_name", "recovery"]
+__all__ = ["is_group_folder", "rank_folders", "rank_name", "rank_of", "recovery"]
 
 _RANK_NAME = re.compile(r"rank-(\d{5,9})")
 
@@ -21,13 +21,19 @@ def rank_name(rank: int) -> str:
     return f"rank-{rank:05d}"
 
 
+def rank_of(name: str) -> int | None:
+    """Return the rank in the name of a rank's folder; None for any other name."""
+    match = _RANK_NAME.fullmatch(name)
+    return int(match[1]) if match and rank_name(int(match[1])) == name else None
+
+
 def rank_folders(folder: Path) -> dict[int, Path]:
     """Return the folders of ranks in a group's folder, by rank; none if it does not exist. Raises ReadError."""
     found: dict[int, Path] = {}
     try:
         for child in folder.iterdir():
-            if (match := _RANK_NAME.fullmatch(child.name)) and rank_name(int(match[1])) == child.name:
-                found[int(match[1])] = child
+            if (rank := rank_of(child.name)) is not None:
+                found[rank] = child
     except OSError as error:
         if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
             raise read_error(error, folder) from error

@@ -158,7 +158,7 @@ async def _into_bucket(
         owner.line = record.line
         await owner.take_over(empty=True)
         written = counting(progress, part.manifest.payload_nbytes)
-        name = await send_part(Draft(owner), part, advance=written)
+        name = await send_part(Draft.of(owner), part, advance=written)
         entry = name.entry if pinned is None else structs.replace(name.entry, pinned=pinned)
         await owner.commit([name._replace(entry=entry)])
         return replace(entry.info, tiers=("remote",))

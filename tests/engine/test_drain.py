@@ -24,7 +24,6 @@ from pccheck_async import (
     CheckpointEngine,
     CheckpointError,
     Drain,
-    Group,
     MemoryTier,
     NoCheckpointError,
     StorageOptions,
@@ -37,6 +36,7 @@ from pccheck_async.bucket import Objects, upload
 from pccheck_async.bucket.names import digest
 from pccheck_async.bucket.objects import Patient, RefusedError
 from pccheck_async.engine import drain as draining
+from pccheck_async.engine import drain_owner
 from pccheck_async.errors import DamagedError, StoreError, WriteError
 from tests.support.lying_objects import LyingObjects
 
@@ -66,7 +66,7 @@ def lying(monkeypatch: pytest.MonkeyPatch) -> LyingObjects:
         return Patient(objects, settings["deadline"], pause=0.001)
 
     monkeypatch.setattr(draining, "open_objects", made)
-    monkeypatch.setattr(draining, "_FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(drain_owner, "_FIRST_PAUSE", 0.01)
     return objects
 
 
@@ -592,11 +592,6 @@ def test_wrong_settings_are_refused(tmp_path: Path) -> None:
         SyncCheckpointEngine(tmp_path / "run", drain="s3://bucket/run")  # type: ignore[arg-type]
     with SyncCheckpointEngine(tmp_path / "run") as engine, pytest.raises(CheckpointError, match="drain=Drain"):
         engine.checkpoint(state(1)).wait_reached("remote")
-
-
-def test_groups_are_refused_for_now(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"Drain.* is for one process"):
-        SyncCheckpointEngine(tmp_path / "run", group=Group(0, 1, None), drain=Drain("s3://bucket/run"))
 
 
 def test_secrets_are_not_shown() -> None:

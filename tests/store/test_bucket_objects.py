@@ -158,7 +158,7 @@ def test_of_two_runs_that_begin_together_one_goes_on(objects: Objects, rounds: i
         try:
             await owner.take_over()
             for number in range(3):
-                draft, data = Draft(owner), b"%d" % (counter + number)
+                draft, data = Draft.of(owner), b"%d" % (counter + number)
                 await draft.send(0, data, digest(data))
                 await asyncio.sleep(0)
                 part = await draft.finish(entry_of(counter + number, len(data)), 512, b"manifest")

@@ -38,7 +38,7 @@ async def copied(folder: Path, url: str, keep_last: int) -> None:
             part = place.part(one.key, 0, Staging(), one.entry)
             await part.hold()
             try:
-                await owner.commit([await send_part(Draft(owner), part)])
+                await owner.commit([await send_part(Draft.of(owner), part)])
             finally:
                 await part.close()
             await owner.collect()

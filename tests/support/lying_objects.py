@@ -492,7 +492,7 @@ async def send_one(world: World, owner: Owner, counter: int, content: Callable[[
         return
     parts = []
     for rank in range(ranks):
-        draft, nbytes = Draft(owner, rank), 0
+        draft, nbytes = Draft.of(owner, rank), 0
         for piece in range(2):
             data = content(counter, rank) + b"|" + bytes([piece]) * 2
             await draft.send(piece, data, digest(data))

@@ -55,7 +55,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def sent(owner: Owner, counter: int, content: bytes = b"") -> bool:
-    draft = Draft(owner)
+    draft = Draft.of(owner)
     data = content or b"payload %d" % counter
     await draft.send(0, data, digest(data))
     return await owner.commit([await draft.finish(entry_of(counter, len(data)), 512, b"manifest")])
@@ -116,7 +116,7 @@ def test_no_strange_record_is_believed(body: object) -> None:
         {"parts": (PartName(data_key(1, 1, 0, "ab" * 16), 1, entry_of(5, 1)),)},
         {"parts": (PartName(KEY, 1, entry_of(-1, 1)),)},
         {"parts": (PartName(KEY, 1, msgspec.structs.replace(entry_of(5, 1), metadata={"x": "y" * 2000})),)},
-        {"line": Line(b"short", 3)},
+        {"line": Line(b"short", 3)}, {"members": -1}, {"members": 7, "parts": ()},
     ],
 )  # fmt: skip
 def test_an_impossible_record_is_neither_written_nor_read(change: dict[str, Any]) -> None:
@@ -129,7 +129,16 @@ def test_an_impossible_record_is_neither_written_nor_read(change: dict[str, Any]
 
 def test_a_record_of_a_newer_version_is_not_damaged() -> None:
     with pytest.raises(NewerFormatError):
-        decode_commit(with_checksum(msgspec.msgpack.encode(RECORD), 2), 3)
+        decode_commit(with_checksum(msgspec.msgpack.encode(RECORD), 3), 3)
+
+
+def test_only_records_of_a_group_have_the_newer_format() -> None:
+    """Earlier versions read the checkpoints of one process, and say of a group's that they are newer."""
+    group = msgspec.structs.replace(RECORD, members=(1 << 64) - 1)
+    assert decode_commit(encode_commit(group, 3), 3) == group
+    assert encode_commit(group, 3)[8] == 2
+    assert encode_commit(RECORD, 3)[8] == 1
+    assert len(msgspec.msgpack.decode(encode_commit(RECORD, 3)[20:])) == 7
 
 
 @pytest.mark.parametrize(
@@ -244,13 +253,13 @@ def test_a_draft_goes_on_with_what_an_earlier_run_sent() -> None:
     async def work() -> tuple[int, int]:
         first = Owner(objects, b"s" * 16, keep_last=1)
         await first.take_over()
-        draft = Draft(first)
+        draft = Draft.of(first)
         for number in range(3):
             data = bytes([number]) * 1000
             await draft.send(number, data, digest(data))
         second = Owner(objects, b"s" * 16, keep_last=1)
         await second.take_over()
-        again = Draft(second)
+        again = Draft.of(second)
         for number in range(4):
             data = bytes([number]) * 1000
             await again.send(number, data, digest(data))
@@ -272,11 +281,11 @@ def test_what_a_draft_goes_on_with_outlives_a_removal() -> None:
         for counter in (1, 2):
             await sent(first, counter)
         data = b"of a run that was killed"
-        await Draft(first).send(0, data, digest(data))
+        await Draft.of(first).send(0, data, digest(data))
         await second.take_over()
         await second.amend({second.now[-1].number})
         await second.collect()
-        draft = Draft(second)
+        draft = Draft.of(second)
         await draft.send(0, data, digest(data))
         assert draft.sent == 0
         await second.commit([await draft.finish(entry_of(3, len(data)), 512, b"manifest")])
@@ -403,7 +412,7 @@ def test_bytes_are_read_across_objects() -> None:
     async def work() -> None:
         owner = Owner(objects, b"s" * 16, keep_last=1)
         await owner.take_over()
-        draft = Draft(owner)
+        draft = Draft.of(owner)
         for number, start in enumerate(range(0, 10_000, 3000)):
             data = payload[start : start + 3000]
             await draft.send(number, data, digest(data))

@@ -52,7 +52,7 @@ the room does not, and rooms inside a room."""
 Trees = dict[str, ast.Module]
 PURE = ("errors", "telemetry", "format", "state")
 """No await there, and no file descriptor."""
-PURE_MODULES = ("bucket.names", "bucket.record", "bucket.protocol")
+PURE_MODULES = ("bucket.names", "bucket.record", "bucket.protocol", "bucket.copies")
 """The same in other rooms."""
 
 
