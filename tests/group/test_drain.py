@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +18,25 @@ pytest.importorskip("obstore")
 
 import torch
 
-from pccheck_async import Drain, Group, SyncCheckpointEngine
-from pccheck_async.bucket import Objects
-from pccheck_async.bucket.objects import Patient
+from pccheck_async import Drain, FlatShard, Group, StorageOptions, SyncCheckpointEngine
+from pccheck_async.bucket import BucketMedium, CommitRecord, Kept, Objects, Owner, upload
+from pccheck_async.bucket.names import data_name
+from pccheck_async.bucket.objects import Data, Patient
+from pccheck_async.bucket.obstore_objects import ObstoreObjects
 from pccheck_async.engine import drain as draining
 from pccheck_async.engine import drain_owner
+from pccheck_async.errors import CheckpointError, NoCheckpointError
 from tests.support.lying_objects import LyingObjects
+from tests.support.ranks import run_ranks, wait_for
 from tests.support.thread_ranks import on_ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("machine_asked_once")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("machine_asked_once"),
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded", "ignore:the checkpoint of step"),
+]
 URL = "s3://lying/run"
+ELEMENTS = 6000
 
 
 @pytest.fixture
@@ -37,37 +52,540 @@ def lying(monkeypatch: pytest.MonkeyPatch) -> LyingObjects:
     return objects
 
 
-def state_of(rank: int, step: int) -> dict[str, Any]:
-    return {"tensor": torch.arange(5000) + 1000 * step + rank, "step": step, "rank": rank}
+def until(condition: Callable[[], object], seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
 
 
-def engine_on(path: Path, group: Group, **settings: Any) -> SyncCheckpointEngine:
-    return SyncCheckpointEngine(path, group=group, save_last=False, drain=Drain(URL, **settings))
+def state_of(group: Group, step: int) -> dict[str, Any]:
+    """A tensor of which every rank has a shard, and one that is the rank's own."""
+    share, rank = ELEMENTS // group.world_size, group.rank
+    whole = torch.arange(ELEMENTS, dtype=torch.float32) + 10 * step
+    shard = FlatShard(whole[rank * share : (rank + 1) * share].clone(), (ELEMENTS,), rank * share)
+    return {"shard": shard, "own": torch.arange(3000) + 1000 * step + rank, "step": step, "rank": rank}
+
+
+def check(state: dict[str, Any], group: Group, step: int, world: int) -> None:
+    """Compare a state that was restored from a checkpoint of ``world`` ranks, bit by bit."""
+    wanted = state_of(group, step)
+    assert state["step"] == step
+    assert torch.equal(state["shard"].local, wanted["shard"].local)
+    assert state["rank"] == group.rank % world
+    assert torch.equal(state["own"], torch.arange(3000) + 1000 * step + state["rank"])
+
+
+def engine_on(path: Path, group: Group, url: str = URL, **settings: Any) -> SyncCheckpointEngine:
+    of_drain = {name: settings.pop(name) for name in ("closing", "every") if name in settings}
+    drain = Drain(url, keep_last=settings.pop("in_bucket", 1), **of_drain)
+    return SyncCheckpointEngine(path, group=group, save_last=False, drain=drain, **settings)
 
 
 def save(engine: SyncCheckpointEngine, group: Group, step: int) -> None:
-    engine.checkpoint(state_of(group.rank, step), step=step).wait_reached("remote", 20)
+    engine.checkpoint(state_of(group, step), step=step).wait_reached("remote", 30)
 
 
-def test_folders_that_are_gone_are_restored_from_the_bucket(tmp_path: Path, lying: LyingObjects) -> None:
+def saved(path: Path, steps: range, world: int = 2, **settings: Any) -> None:
+    """Save steps on all ranks, each until it is in the bucket, and close."""
+
+    def work(group: Group) -> None:
+        with engine_on(path, group, **settings) as engine:
+            engine.restore(state_of(group, 0), private="modulo")
+            for step in steps:
+                save(engine, group, step)
+
+    on_ranks(world, work)
+
+
+def restored(path: Path, world: int, of: int, **settings: Any) -> list[tuple[int, str]]:
+    """Restore and compare on all ranks; return the step and the source of each."""
+
+    def work(group: Group) -> tuple[int, str]:
+        with engine_on(path, group, **settings) as engine:
+            found = engine.restore(state := state_of(group, 0), private="modulo")
+            assert found is not None
+            check(state, group, found.step, of)
+            return found.step, found.source
+
+    return on_ranks(world, work)
+
+
+def live(objects: Objects) -> list[tuple[Kept, CommitRecord]]:
+    return [one for one in asyncio.run(BucketMedium(objects).look())[1] if one[1].parts]
+
+
+def steps_in(objects: Objects) -> list[int]:
+    return [record.entry.step for _, record in live(objects)]
+
+
+def barrier(group: Group, path: Path, name: str) -> None:
+    path.mkdir(exist_ok=True)
+    (path / f"{name}-{group.rank}").touch()
+    wait_for(*(path / f"{name}-{rank}" for rank in range(group.world_size)))
+
+
+# -- saving and restoring
+
+
+def test_folders_that_are_gone_are_restored_from_the_bucket_by_any_number_of_ranks(
+    tmp_path: Path, lying: LyingObjects
+) -> None:
     def first(group: Group) -> None:
         with engine_on(tmp_path / "run", group) as engine:
-            assert engine.restore(state_of(group.rank, 0)) is None
+            assert engine.restore(state_of(group, 0)) is None
             for step in (1, 2):
                 save(engine, group, step)
                 assert engine.checkpoints()[0].tiers == ("disk", "remote")
             assert engine.statistics().drained == 2
+            assert engine.statistics().drained_bytes > 12000
+            assert engine.statistics().drain_lag_seconds == 0
 
     on_ranks(2, first)
-    shutil.rmtree(tmp_path / "run")
+    assert steps_in(lying) == [2]
+    assert [len(record.parts) for _, record in live(lying)] == [2]
+    for world in (2, 1, 3):
+        shutil.rmtree(tmp_path / "run")
+        assert restored(tmp_path / "run", world, of=2) == [(2, "remote")] * world
+    saved(tmp_path / "run", range(3, 4), world=3)
+    assert [len(record.parts) for _, record in live(lying)] == [3]
+    assert restored(tmp_path / "run", 3, of=3) == [(3, "disk")] * 3
+
+
+def test_a_rank_whose_folder_is_gone_reads_the_bucket_and_the_others_their_disks(
+    tmp_path: Path, lying: LyingObjects
+) -> None:
+    saved(tmp_path / "run", range(1, 3))
+    shutil.rmtree(tmp_path / "run" / "rank-00001")
+    assert restored(tmp_path / "run", 2, of=2) == [(2, "disk"), (2, "remote")]
+    saved(tmp_path / "run", range(3, 4))
+    assert restored(tmp_path / "run", 2, of=2) == [(3, "disk")] * 2
+
+
+def test_damage_on_one_ranks_disk_is_made_good_by_the_bucket(tmp_path: Path, lying: LyingObjects) -> None:
+    saved(tmp_path / "run", range(1, 2))
+    damage(tmp_path / "run" / "rank-00001", lambda data: b"\x07" in data)
+    assert restored(tmp_path / "run", 2, of=2) == [(1, "disk"), (1, "remote")]
+
+
+def damage(folder: Path, chosen: Callable[[bytes], bool]) -> None:
+    for slot in folder.glob("slot-*"):
+        if chosen(slot.read_bytes()):
+            with slot.open("r+b") as file:
+                file.seek(100)
+                file.write(b"?" * 600)
+
+
+def test_older_checkpoints_in_the_bucket_are_restored_on_request(tmp_path: Path, lying: LyingObjects) -> None:
+    def work(group: Group) -> None:
+        with engine_on(tmp_path / "run", group, in_bucket=3) as engine:
+            for step in (1, 2, 3):
+                save(engine, group, step)
+            found = engine.restore(state := state_of(group, 0), step=2)
+            assert found is not None
+            assert (found.step, found.source) == (2, "remote")
+            check(state, group, 2, 2)
+            with pytest.raises(NoCheckpointError):
+                engine.restore(state, step=9)
+
+    on_ranks(2, work)
+
+
+def test_a_checkpoint_that_other_ranks_saved_is_copied_by_the_next_start(tmp_path: Path, lying: LyingObjects) -> None:
+    def first(group: Group) -> None:
+        with engine_on(tmp_path / "run", group, closing=0.05) as engine:
+            lying.lies = {"vanished"}
+            engine.checkpoint(state_of(group, 7), step=7).result()
+
+    on_ranks(3, first)
+    lying.lies = set()
+    assert steps_in(lying) == []
 
     def second(group: Group) -> None:
-        with engine_on(tmp_path / "run", group) as engine:
-            restored = engine.restore(state := state_of(group.rank, 0))
-            assert restored is not None
-            assert (restored.step, restored.source) == (2, "remote")
-            assert state["rank"] == group.rank
-            assert torch.equal(state["tensor"], state_of(group.rank, 2)["tensor"])
-            save(engine, group, 3)
+        with engine_on(tmp_path / "run", group):
+            pass
 
     on_ranks(2, second)
+    assert steps_in(lying) == [7]
+    assert [len(record.parts) for _, record in live(lying)] == [3]
+    shutil.rmtree(tmp_path / "run")
+    assert restored(tmp_path / "run", 2, of=3) == [(7, "remote")] * 2
+
+
+# -- trouble
+
+
+def test_a_rank_that_is_killed_in_its_upload_leaves_nothing_partial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket = tmp_path / "bucket"
+    bucket.mkdir()
+    monkeypatch.setattr(upload, "OBJECT_BYTES", 1 << 18)
+
+    def big(group: Group, step: int) -> dict[str, Any]:
+        return {"own": torch.arange(5 << 15) * (step + 2) + group.rank, "step": step}
+
+    def opened(group: Group) -> SyncCheckpointEngine:
+        storage = StorageOptions(chunk_bytes=1 << 18)
+        return engine_on(tmp_path / "run", group, f"file://{bucket}", storage=storage)
+
+    def killed(group: Group) -> None:
+        engine = opened(group).open()
+        engine.checkpoint(big(group, 1), step=1).wait_reached("remote", 30)
+        barrier(group, tmp_path / "marks", "first")
+        if group.rank == 1:
+            put, left = ObstoreObjects.put, [3]
+
+            async def dying(self: ObstoreObjects, key: str, data: Data) -> None:
+                left[0] -= data_name(key) is not None
+                if left[0] < 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                await put(self, key, data)
+
+            ObstoreObjects.put = dying  # type: ignore[method-assign]
+        engine.checkpoint(big(group, 2), step=2).result(30)
+        time.sleep(60)
+
+    def kill_the_other(pids: list[int]) -> None:
+        os.waitid(os.P_PID, pids[1], os.WEXITED | os.WNOWAIT)
+        os.kill(pids[0], signal.SIGKILL)
+
+    statuses = list[int]()
+    run_ranks(2, killed, meanwhile=kill_the_other, statuses=statuses)
+    assert statuses == [-signal.SIGKILL] * 2
+    assert steps_in(in_folder(bucket)) == [1]
+    before = {key for key in in_folder(bucket).stored if key.startswith("data/000000003/00001/")}
+    assert len(before) == 3
+
+    def next_start(group: Group) -> tuple[int, str, int]:
+        with opened(group) as engine:
+            found = engine.restore(state := big(group, 0))
+            assert found is not None
+            assert torch.equal(state["own"], big(group, found.step)["own"])
+            until(lambda: engine.statistics().drained == 1)
+            return found.step, found.source, engine.statistics().drained_bytes
+
+    found = run_ranks(2, next_start)
+    assert [each[:2] for each in found] == [(2, "disk")] * 2
+    assert found[1][2] < 3 << 18, "three of its five objects were there"
+    objects = in_folder(bucket)
+    assert steps_in(objects) == [2]
+    assert before <= objects.stored.keys()
+    named = {part.key for _, record in live(objects) for part in record.parts} | needed(objects)
+    assert {key for key in objects.stored if key.startswith("data/")} == named, "nothing else is left"
+
+
+def in_folder(folder: Path) -> LyingObjects:
+    """The objects of a bucket in a folder: this process must not use obstore, as it forks."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return LyingObjects({path.relative_to(folder).as_posix(): path.read_bytes() for path in files})
+
+
+def needed(objects: Objects) -> set[str]:
+    """Return the data objects that the live commits need."""
+
+    async def work() -> set[str]:
+        owner = Owner(objects, b"s" * 16, 9)
+        owner.now = tuple(kept for kept, _ in (await BucketMedium(objects).look())[1])
+        return {key for read in (await owner.named()).values() if read is not None for key in read[1]}
+
+    return asyncio.run(work())
+
+
+def held(lying: LyingObjects, of: str = "data/") -> threading.Event:
+    """Hold all uploads until the event is set."""
+    goes_on, original = threading.Event(), lying.put
+
+    async def put(key: str, data: Any) -> None:
+        while key.startswith(of) and not goes_on.is_set():  # noqa: ASYNC110 - by another thread
+            await asyncio.sleep(0.001)
+        await original(key, data)
+
+    lying.put = put  # type: ignore[method-assign]
+    return goes_on
+
+
+def test_a_damaged_part_keeps_its_checkpoint_from_the_bucket(
+    tmp_path: Path, lying: LyingObjects, caplog: pytest.LogCaptureFixture
+) -> None:
+    def work(group: Group) -> None:
+        with engine_on(tmp_path / "run", group) as engine:
+            save(engine, group, 1)
+            barrier(group, tmp_path / "marks", "one")
+            if group.rank == 0:
+                lying.lies = {"vanished"}
+            barrier(group, tmp_path / "marks", "off")
+            pending = engine.checkpoint(state_of(group, 2), step=2)
+            assert pending.result(30).step == 2
+            barrier(group, tmp_path / "marks", "two")
+            if group.rank == 1:
+                damage(
+                    tmp_path / "run" / "rank-00001", lambda data: torch.tensor([2001, 2002]).numpy().tobytes() in data
+                )
+                lying.lies = set()
+            with pytest.raises(CheckpointError, match="is damaged, before it was copied"):
+                pending.wait_reached("remote", 30)
+            assert steps_in(lying) == [1]
+            barrier(group, tmp_path / "marks", "damaged")
+            save(engine, group, 3)
+
+    on_ranks(2, work)
+    assert steps_in(lying) == [3]
+    assert "step 2 is not copied to lying://bucket: rank 1: " in caplog.text
+
+
+def test_a_run_that_takes_the_bucket_over_is_named_on_all_ranks(tmp_path: Path, lying: LyingObjects) -> None:
+    def work(group: Group) -> None:
+        with engine_on(tmp_path / "run", group) as engine:
+            save(engine, group, 1)
+            barrier(group, tmp_path / "marks", "one")
+            if group.rank == 0:
+                asyncio.run(Owner(lying, b"x" * 16, 1, run=b"\xab" * 16).take_over())
+            barrier(group, tmp_path / "marks", "taken")
+            pending = engine.checkpoint(state_of(group, 2), step=2)
+            assert pending.result(30).step == 2
+            with pytest.raises(CheckpointError, match=r"another run \(run abababab"):
+                pending.wait_reached("remote", 30)
+            assert "another run (run abababab" in engine.statistics().drain_trouble
+            for step in (3, 4):
+                assert engine.checkpoint(state_of(group, step), step=step).result(30).step == step
+            assert engine.statistics().durable == 4
+
+    on_ranks(2, work)
+    assert steps_in(lying) == [1]
+
+
+def test_training_goes_on_without_the_bucket_which_catches_up(tmp_path: Path, lying: LyingObjects) -> None:
+    def work(group: Group) -> None:
+        with engine_on(tmp_path / "run", group) as engine:
+            save(engine, group, 1)
+            barrier(group, tmp_path / "marks", "one")
+            if group.rank == 0:
+                lying.lies = {"vanished"}
+            barrier(group, tmp_path / "marks", "off")
+            for step in (2, 3, 4):
+                pending = engine.checkpoint(state_of(group, step), step=step)
+                assert pending.result(30).step == step
+            until(lambda: "no such bucket" in engine.statistics().drain_trouble)
+            lag = engine.statistics().drain_lag_seconds
+            time.sleep(0.05)
+            assert engine.statistics().drain_lag_seconds > lag > 0
+            barrier(group, tmp_path / "marks", "told")
+            lying.lies = set()
+            pending.wait_reached("remote", 30)
+            until(lambda: not engine.statistics().drain_trouble)
+            assert engine.statistics().drain_lag_seconds == 0
+
+    on_ranks(2, work)
+    assert steps_in(lying) == [4]
+
+
+def test_one_rank_that_cannot_send_keeps_the_checkpoint_waiting(tmp_path: Path, lying: LyingObjects) -> None:
+    goes_on = threading.Event()
+
+    def work(group: Group) -> None:
+        with engine_on(tmp_path / "run", group) as engine:
+            pending = engine.checkpoint(state_of(group, 1), step=1)
+            assert pending.result(30).step == 1
+            with pytest.raises(TimeoutError):
+                pending.wait_reached("remote", 0.3)
+            assert steps_in(lying) == [], "a part is missing"
+            barrier(group, tmp_path / "marks", "waited")
+            goes_on.set()
+            pending.wait_reached("remote", 30)
+
+    put = lying.put
+
+    async def refuse(key: str, data: Any) -> None:
+        while "/00001/" in key and not goes_on.is_set():  # noqa: ASYNC110 - by another thread
+            await asyncio.sleep(0.001)
+        await put(key, data)
+
+    lying.put = refuse  # type: ignore[method-assign]
+    on_ranks(2, work)
+    assert steps_in(lying) == [1]
+
+
+# -- dropping
+
+
+def test_what_is_rejected_or_removed_goes_from_the_bucket(tmp_path: Path, lying: LyingObjects) -> None:
+    def work(group: Group) -> None:
+        with engine_on(tmp_path / "run", group, keep_last=4, in_bucket=4) as engine:
+            for step in (1, 2, 3, 4):
+                save(engine, group, step)
+            engine.remove(step=2)
+            until(lambda: steps_in(lying) == [4, 3, 1])
+            barrier(group, tmp_path / "marks", "removed")
+            with pytest.raises(NoCheckpointError):
+                engine.restore(state_of(group, 0), step=2)
+            engine.reject(step=3)
+            until(lambda: steps_in(lying) == [1])
+
+    on_ranks(2, work)
+    shutil.rmtree(tmp_path / "run")
+    assert restored(tmp_path / "run", 2, of=2, in_bucket=4) == [(1, "remote")] * 2
+
+
+def test_a_rejection_is_followed_after_a_crash(tmp_path: Path, lying: LyingObjects) -> None:
+    def first(group: Group) -> None:
+        with engine_on(tmp_path / "run", group, keep_last=4, in_bucket=4, closing=0.05) as engine:
+            for step in (1, 2):
+                save(engine, group, step)
+            barrier(group, tmp_path / "marks", "saved")
+            lying.lies = {"vanished"}
+            engine.reject(step=2)
+
+    def second(group: Group) -> None:
+        with engine_on(tmp_path / "run", group, keep_last=4, in_bucket=4):
+            until(lambda: steps_in(lying) == [1])
+
+    on_ranks(2, first)
+    lying.lies = set()
+    assert steps_in(lying) == [2, 1]
+    on_ranks(2, second)
+
+
+# -- other branches
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["all folders", "rank 0's is gone"])
+def test_a_disk_and_a_bucket_of_different_branches_are_named_on_all_ranks(
+    tmp_path: Path, lying: LyingObjects, lost: bool
+) -> None:
+    saved(tmp_path / "one", range(1, 2))
+
+    def other(group: Group) -> None:
+        with SyncCheckpointEngine(tmp_path / "two", group=group, save_last=False) as engine:
+            engine.checkpoint(state_of(group, 9), step=9).result(30)
+
+    def refused(group: Group) -> str:
+        with pytest.raises(CheckpointError) as raised:
+            engine_on(tmp_path / "two", group).open()
+        return str(raised.value)
+
+    on_ranks(2, other)
+    if lost:
+        shutil.rmtree(tmp_path / "two" / "rank-00000")
+    for text in on_ranks(2, refused):
+        assert "step 9 (counter 0) on disk, step 1 (counter 0, of store" in text
+        assert "overwrite=True" in text
+        assert str(tmp_path / "two") in text
+        assert "lying://bucket" in text
+    assert steps_in(lying) == [1]
+    if lost:
+        return
+
+    def overwriting(group: Group) -> None:
+        with engine_on(tmp_path / "two", group, overwrite=True) as engine:
+            found = engine.restore(state_of(group, 0))
+            assert found is not None
+            assert (found.step, found.source) == (9, "disk")
+            save(engine, group, 10)
+
+    on_ranks(2, overwriting)
+    assert steps_in(lying) == [10]
+    assert restored(tmp_path / "two", 2, of=2) == [(10, "disk")] * 2
+
+
+def test_a_run_that_went_back_restarts_after_a_crash(tmp_path: Path, lying: LyingObjects) -> None:
+    saved(tmp_path / "run", range(1, 4), keep_last=3, in_bucket=3)
+
+    def back(group: Group) -> None:
+        with engine_on(tmp_path / "run", group, keep_last=3, in_bucket=3, closing=0.05, overwrite=True) as engine:
+            engine.restore(state_of(group, 0), step=1)
+            held(lying)
+            engine.checkpoint(state_of(group, 2), step=2).result(30)
+            time.sleep(0.2)
+
+    put = lying.put
+    on_ranks(2, back)
+    lying.put = put  # type: ignore[method-assign]
+    assert steps_in(lying) == [3, 2, 1], "the new branch has not come there"
+
+    def again(group: Group) -> None:
+        with engine_on(tmp_path / "run", group, keep_last=3, in_bucket=3) as engine:
+            found = engine.restore(state := state_of(group, 0))
+            assert found is not None
+            assert (found.step, found.source) == (2, "disk")
+            check(state, group, 2, 2)
+            save(engine, group, 3)
+
+    on_ranks(2, again)
+    assert steps_in(lying)[0] == 3
+
+
+def test_one_process_and_a_group_do_not_take_each_others_bucket(tmp_path: Path, lying: LyingObjects) -> None:
+    with SyncCheckpointEngine(tmp_path / "alone", drain=Drain(URL), save_last=False) as engine:
+        engine.checkpoint({"step": 5}, step=5).wait_reached("remote", 30)
+
+    def refused(group: Group) -> str:
+        with pytest.raises(CheckpointError) as raised:
+            engine_on(tmp_path / "run", group).open()
+        return str(raised.value)
+
+    for text in on_ranks(2, refused):
+        assert "holds checkpoints of one process (step 5)" in text
+        assert "is for a group of ranks: give Drain another prefix" in text
+    saved(tmp_path / "run", range(6, 7), overwrite=True)
+    assert steps_in(lying) == [6]
+    with pytest.raises(CheckpointError, match=r"holds checkpoints of a group of ranks \(step 6\).* is for one process"):
+        SyncCheckpointEngine(tmp_path / "alone", drain=Drain(URL)).open()
+
+
+# -- the end
+
+
+def test_closing_copies_the_newest(tmp_path: Path, lying: LyingObjects) -> None:
+    def work(group: Group) -> None:
+        with engine_on(tmp_path / "run", group) as engine:
+            for step in (1, 2, 3):
+                pending = engine.checkpoint(state_of(group, step), step=step)
+                pending.result(30)
+            if group.rank == 0:
+                time.sleep(0.3)  # the other is closing, and still sends its part
+        pending.wait_reached("remote", 0)
+
+    on_ranks(2, work)
+    assert steps_in(lying) == [3]
+
+
+def test_closing_ends_in_time_and_says_on_all_ranks_what_is_left(
+    tmp_path: Path, lying: LyingObjects, caplog: pytest.LogCaptureFixture
+) -> None:
+    def work(group: Group) -> None:
+        with engine_on(tmp_path / "run", group, closing=0.3) as engine:
+            lying.lies = {"vanished"}
+            pending = engine.checkpoint(state_of(group, 7), step=7)
+            pending.result(30)
+        with pytest.raises(CheckpointError, match="step 7 is on disk, and not yet in lying://bucket"):
+            pending.wait_reached("remote", 0)
+
+    on_ranks(2, work)
+    assert "step 7 is on disk, and not yet in lying://bucket" in caplog.text
+    lying.lies = set()
+
+    def idle(group: Group) -> None:
+        with engine_on(tmp_path / "run", group):
+            pass
+
+    on_ranks(2, idle)
+    assert steps_in(lying) == [7], "the next start copies it, though it saves nothing"
+
+
+def test_a_rank_that_leaves_early_is_not_waited_for(
+    tmp_path: Path, lying: LyingObjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draining, "_OWNER_SECONDS", 0.1)
+    goes_on = held(lying, "data/000000002/00001/")
+
+    def work(group: Group) -> None:
+        with engine_on(tmp_path / "run", group, closing=5) as engine:
+            pending = engine.checkpoint(state_of(group, 1), step=1)
+            pending.result(30)
+            if group.rank == 0:
+                until(lambda: "rank 1: it " in engine.statistics().drain_trouble)
+                goes_on.set()
+
+    on_ranks(2, work)
+    assert steps_in(lying) == []
