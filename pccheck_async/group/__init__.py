@@ -23,7 +23,7 @@ from pccheck_async.group.group import Group
 from pccheck_async.group.member import Member
 from pccheck_async.group.memory_place import check_read_tier, open_tier, read_memory_place
 from pccheck_async.group.messages import decode_decision, decode_message, encode
-from pccheck_async.group.parts import Applied, Key, Part, Run, SeenStore, members_digest
+from pccheck_async.group.parts import Applied, Key, Part, Run, SeenStore, link_to, members_digest
 from pccheck_async.group.place import Place, chunk_pool, open_folder, open_place, read_place
 from pccheck_async.group.ranks import Ranks
 from pccheck_async.group.schedule import LeadSchedule, Schedule, Verdict
@@ -55,6 +55,7 @@ __all__ = [
     "domain_of",
     "drop_checkpoints",
     "encode",
+    "link_to",
     "mark_rejected",
     "members_digest",
     "open_folder",

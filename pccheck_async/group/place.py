@@ -2,8 +2,8 @@
 """All reading without an engine, also while writers run. Nothing in this module writes.
 
 A *place* is a folder with checkpoints: the store of one process, the folder of a group with the stores of its ranks, or
-the folder of one such rank; or a bucket, by its URL, which looks like the store of one process. Each checkpoint is a
-set of parts; in the store of one process it has a single one, as rank 0's.
+the folder of one such rank; or a bucket, by its URL, which looks like the place that its checkpoints come from. Each
+checkpoint is a set of parts; in the store of one process it has a single one, as rank 0's.
 
 Checkpoints of a group that are listed as complete have all their parts in this folder. Parts of ranks whose folders are
 on other hosts are not seen: there, the folder of one rank can be read by itself, as if one process had saved it.
@@ -67,6 +67,7 @@ from pccheck_async.store import (
     others_in_words,
     rank_folders,
     rank_name,
+    rank_of,
     unreadable_errors,
 )
 from pccheck_async.transfer import BufferPool, share_of_cores, share_of_machine
@@ -85,7 +86,7 @@ class Place:
     Args:
         path: The folder, or the URL of a bucket.
         opened: The medium of the folder or bucket.
-        of_group: Whether the stores of a group's ranks are in it.
+        of_group: Whether the stores of a group's ranks are in it, or what was copied from them.
         rank: The rank whose part of a group's checkpoint is read first; by default 0.
 
     Attributes:
@@ -164,7 +165,12 @@ class Place:
 
     async def _read_ranks(self) -> tuple[dict[int, tuple[Identity, Record]], dict[int, SeenStore]]:
         """Return the stores of a group's ranks, and these reduced to their valid parts, by rank."""
-        stores = await read_stores(self.opened, self.path)
+        if self.is_bucket:
+            names = {rank: name for name in await self.opened.medium.names() if (rank := rank_of(name)) is not None}
+            found = {rank: await StoreReader.newest(self.opened, name) for rank, name in names.items()}
+            stores = {rank: store for rank, store in found.items() if store is not None}
+        else:
+            stores = await read_stores(self.opened, self.path)
         return stores, {rank: seen_store(rank, *found) for rank, found in stores.items()}
 
     async def _newest(self) -> tuple[Identity, Record] | None:
@@ -180,8 +186,8 @@ class Place:
 
     @property
     def rank_folders(self) -> dict[int, Path] | None:
-        """The folders of a group's ranks, by rank; None for the store of one process. Raises ReadError."""
-        return rank_folders(self.path) if self.of_group else None
+        """The folders of a group's ranks, by rank; None for one process, and a bucket. Raises ReadError."""
+        return rank_folders(self.path) if self.of_group and not self.is_bucket else None
 
     def named(self, rank: int) -> int | None:
         """Return the rank as shown to users: None in a store of one process."""
@@ -428,7 +434,10 @@ async def open_place(
     """
     opened = await open_folder(path, io, host_memory)
     try:
-        grouped = isinstance(io, str) and not is_location(path) and is_group_folder(path)
+        if isinstance(opened.medium, BucketMedium):
+            grouped = await opened.medium.read_world() is not None
+        else:
+            grouped = isinstance(io, str) and is_group_folder(path)
         return await _place(path, opened, grouped, default_rank if grouped and rank is None else rank)
     except BaseException:
         await opened.close()

@@ -16,7 +16,7 @@ from msgspec import structs
 from pccheck_async.bucket import Draft, Owner, is_location, open_objects, send_part
 from pccheck_async.engine import call_once
 from pccheck_async.errors import DamagedError, StoreError, StoreFullError
-from pccheck_async.format import CheckpointInfo, Entry, Key, Run, Which, align, crc32, which_one
+from pccheck_async.format import CheckpointInfo, Entry, Key, Line, Run, Which, align, crc32, which_one
 from pccheck_async.format.manifest import encode
 from pccheck_async.format.record import IDENTITY_NAME, MOST_ENTRIES
 from pccheck_async.group import (
@@ -24,6 +24,7 @@ from pccheck_async.group import (
     Part,
     Place,
     domain_of,
+    link_to,
     members_digest,
     open_folder,
     open_place,
@@ -104,8 +105,8 @@ def copy_checkpoint(
         IncompleteCheckpointError: with ``rank``, or from the folder of one rank: tensors lie on several ranks, and the
             copy would have one rank's boxes of them.
         CorruptStoreError: the checkpoint is damaged (DamagedError), or ``target`` is.
-        StoreError: one of ``source`` and ``target`` is a group's folder, and the other the store of one process, or a
-            bucket; or there is something in the bucket already.
+        StoreError: one of ``source`` and ``target`` is a group's folder, and the other the store of one process; or
+            there is something in the bucket already.
         StoreLockedError: a trainer has ``target`` open.
         StoreFullError: there is no space for the copy, or a commit record has no room for it.
         ReadError, WriteError: a device failed; ReadError also where the ranks of a group save faster than all parts of
@@ -148,20 +149,29 @@ async def _into_bucket(
     io: IO,
 ) -> CheckpointInfo:
     """Copy a checkpoint, or one rank's part of it, into an empty prefix of a bucket."""
-    async with await open_place(source, io, rank=rank) as place, place.hold(which) as checkpoint:
-        if checkpoint.whole and rank is None:
-            raise StoreError(f"{place.name} holds a group's checkpoints: one rank's part can go to a bucket (rank=)")
-        refuse_boxes(checkpoint.manifest.skeleton, *(() if rank is None else (_LEAVE_OUT,)))
-        part = checkpoint.own
+    async with await open_place(source, io, rank=rank) as place, place.hold(which, every=rank is None) as checkpoint:
         identity, record = place.stores[checkpoint.own_rank]
+        parts, line, members = [checkpoint.own], record.line, None
+        if checkpoint.whole and rank is None:
+            counter = checkpoint.own.entry.counter
+            key = next(one.key for one in place.complete if one.key.counter == counter)
+            parts, members = [*checkpoint.parts.values()], key.run.members
+            if line is None or not line.accepts(*link_to(key)):  # readers know the run by the line
+                line = Line(link_to(key).run, counter - 1)
+        else:
+            refuse_boxes(checkpoint.manifest.skeleton, *(() if rank is None else (_LEAVE_OUT,)))
         owner = Owner(open_objects(target, writes=True), identity.id_bytes, keep_last=1)
-        owner.line = record.line
+        owner.line = line
         await owner.take_over(empty=True)
-        written = counting(progress, part.manifest.payload_nbytes)
-        name = await send_part(Draft.of(owner), part, advance=written)
-        entry = name.entry if pinned is None else structs.replace(name.entry, pinned=pinned)
-        await owner.commit([name._replace(entry=entry)])
-        return replace(entry.info, tiers=("remote",))
+        written = counting(progress, sum(part.manifest.payload_nbytes for part in parts))
+        names = []
+        for number, part in enumerate(parts):
+            name = await send_part(Draft.of(owner, number), part, advance=written)
+            entry = name.entry if pinned is None else structs.replace(name.entry, pinned=pinned)
+            names.append(name._replace(entry=entry))
+        await owner.commit(names, members)
+        nbytes = sum(name.entry.nbytes for name in names)
+        return replace(names[0].entry.info, nbytes=nbytes, tiers=("remote",))
 
 
 def _check_room(entry: Entry, there: Sequence[Entry], path: str | os.PathLike[str]) -> None:

@@ -20,13 +20,11 @@ import torch
 
 from pccheck_async import Drain, FlatShard, Group, StorageOptions, SyncCheckpointEngine
 from pccheck_async.bucket import BucketMedium, CommitRecord, Kept, Objects, Owner, upload
-from pccheck_async.bucket.names import data_name
-from pccheck_async.bucket.objects import Data, Patient
-from pccheck_async.bucket.obstore_objects import ObstoreObjects
+from pccheck_async.bucket.objects import Patient
 from pccheck_async.engine import drain as draining
 from pccheck_async.engine import drain_owner
 from pccheck_async.errors import CheckpointError, NoCheckpointError
-from tests.support.lying_objects import LyingObjects
+from tests.support.lying_objects import FolderOfObjects, LyingObjects
 from tests.support.ranks import run_ranks, wait_for
 from tests.support.thread_ranks import on_ranks
 
@@ -218,31 +216,30 @@ def test_a_checkpoint_that_other_ranks_saved_is_copied_by_the_next_start(tmp_pat
 def test_a_rank_that_is_killed_in_its_upload_leaves_nothing_partial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bucket = tmp_path / "bucket"
-    bucket.mkdir()
+    objects = LyingObjects(FolderOfObjects(tmp_path / "bucket"))
+    monkeypatch.setattr(draining, "open_objects", lambda *_, **__: objects)
     monkeypatch.setattr(upload, "OBJECT_BYTES", 1 << 18)
 
     def big(group: Group, step: int) -> dict[str, Any]:
         return {"own": torch.arange(5 << 15) * (step + 2) + group.rank, "step": step}
 
     def opened(group: Group) -> SyncCheckpointEngine:
-        storage = StorageOptions(chunk_bytes=1 << 18)
-        return engine_on(tmp_path / "run", group, f"file://{bucket}", storage=storage)
+        return engine_on(tmp_path / "run", group, storage=StorageOptions(chunk_bytes=1 << 18))
 
     def killed(group: Group) -> None:
         engine = opened(group).open()
         engine.checkpoint(big(group, 1), step=1).wait_reached("remote", 30)
         barrier(group, tmp_path / "marks", "first")
+        put, left = objects.put, [3]
+
+        async def dying(key: str, data: Any) -> None:
+            left[0] -= 1
+            if left[0] < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            await put(key, data)
+
         if group.rank == 1:
-            put, left = ObstoreObjects.put, [3]
-
-            async def dying(self: ObstoreObjects, key: str, data: Data) -> None:
-                left[0] -= data_name(key) is not None
-                if left[0] < 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                await put(self, key, data)
-
-            ObstoreObjects.put = dying  # type: ignore[method-assign]
+            objects.put = dying  # type: ignore[method-assign]
         engine.checkpoint(big(group, 2), step=2).result(30)
         time.sleep(60)
 
@@ -253,8 +250,8 @@ def test_a_rank_that_is_killed_in_its_upload_leaves_nothing_partial(
     statuses = list[int]()
     run_ranks(2, killed, meanwhile=kill_the_other, statuses=statuses)
     assert statuses == [-signal.SIGKILL] * 2
-    assert steps_in(in_folder(bucket)) == [1]
-    before = {key for key in in_folder(bucket).stored if key.startswith("data/000000003/00001/")}
+    assert steps_in(objects) == [1]
+    before = {key for key in objects.stored if key.startswith("data/000000003/00001/")}
     assert len(before) == 3
 
     def next_start(group: Group) -> tuple[int, str, int]:
@@ -268,17 +265,10 @@ def test_a_rank_that_is_killed_in_its_upload_leaves_nothing_partial(
     found = run_ranks(2, next_start)
     assert [each[:2] for each in found] == [(2, "disk")] * 2
     assert found[1][2] < 3 << 18, "three of its five objects were there"
-    objects = in_folder(bucket)
     assert steps_in(objects) == [2]
-    assert before <= objects.stored.keys()
+    assert before <= {*objects.stored}
     named = {part.key for _, record in live(objects) for part in record.parts} | needed(objects)
     assert {key for key in objects.stored if key.startswith("data/")} == named, "nothing else is left"
-
-
-def in_folder(folder: Path) -> LyingObjects:
-    """The objects of a bucket in a folder: this process must not use obstore, as it forks."""
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    return LyingObjects({path.relative_to(folder).as_posix(): path.read_bytes() for path in files})
 
 
 def needed(objects: Objects) -> set[str]:

@@ -13,6 +13,9 @@ import torch
 from typer.testing import CliRunner
 
 from pccheck_async import (
+    Drain,
+    FlatShard,
+    Group,
     NoCheckpointError,
     SyncCheckpointEngine,
     list_checkpoints,
@@ -26,6 +29,7 @@ from pccheck_async.engine import call_once
 from pccheck_async.errors import DamagedError, StoreError
 from pccheck_async.group import open_place
 from pccheck_async.store import Staging
+from tests.support.thread_ranks import on_ranks
 
 
 async def copied(folder: Path, url: str, keep_last: int) -> None:
@@ -143,6 +147,88 @@ def test_commands_take_urls(places: tuple[Path, str], tmp_path: Path) -> None:
     assert ran.exit_code == 3
     ran = CliRunner().invoke(app, ["remove", url, "--step", "3"])
     assert ran.exit_code == 2
+
+
+# -- the checkpoints of a group
+
+
+def shards(group: Group, step: int) -> dict[str, object]:
+    local = torch.arange(group.rank * 500, group.rank * 500 + 500) + step
+    return {"whole": FlatShard(local, (1000,), group.rank * 500), "own": torch.full((9,), group.rank), "step": step}
+
+
+@pytest.fixture
+def of_group(tmp_path: Path) -> tuple[Path, str]:
+    """The folder of a group of two ranks, with three checkpoints, and a bucket with the newest two of them."""
+    url = f"file://{tmp_path}/bucket"
+
+    def work(group: Group) -> None:
+        drain = Drain(url, keep_last=2)
+        with SyncCheckpointEngine(tmp_path / "run", group=group, keep_last=3, drain=drain, save_last=False) as engine:
+            for step in (1, 2, 3):
+                pending = engine.checkpoint(shards(group, step), step=step, name=f"n{step}")
+                pending.wait_reached("remote", 30)
+
+    on_ranks(2, work)
+    return tmp_path / "run", url
+
+
+@pytest.mark.slow
+def test_a_groups_bucket_is_read_as_its_folder_is(of_group: tuple[Path, str], tmp_path: Path) -> None:
+    folder, url = of_group
+    found = list_checkpoints(url)
+    assert found == list_checkpoints(folder)[:2]
+    assert [(info.step, info.name, info.tiers) for info in found] == [(3, "n3", ("remote",)), (2, "n2", ("remote",))]
+    assert torch.equal(load_sync(url)["whole"], torch.arange(1000) + 3)
+    assert load_sync(url, rank=1)["own"][0] == 1
+    assert load_sync(url, step=2)["step"] == load_sync(url, name="n2")["step"] == 2
+    with open_checkpoint(url) as checkpoint:
+        assert checkpoint["step"] == 3
+        assert checkpoint.tensor("whole")[700].item() == 703
+    assert stores.verify(url, every=True).whole
+    assert not stores.compare(url, folder, step=2, other_step=2).differences
+    assert stores.copy(url, tmp_path / "back").step == 3
+    assert not stores.compare(url, tmp_path / "back").differences
+    assert sorted(path.name for path in (tmp_path / "back").glob("rank-*")) == ["rank-00000", "rank-00001"]
+    stores.export(url, tmp_path / "model.pt", to="torch", rank=0)
+    assert torch.equal(torch.load(tmp_path / "model.pt")["whole"], torch.arange(1000) + 3)
+    for command in (["ls", url], ["show", url], ["show", url, "--ranks"], ["verify", url, "--all"]):
+        ran = CliRunner().invoke(app, command)
+        assert ran.exit_code == 0, ran.output
+        assert "3" in ran.output
+
+
+@pytest.mark.slow
+def test_damage_of_one_rank_is_passed_over(of_group: tuple[Path, str], tmp_path: Path) -> None:
+    _, url = of_group
+    newest = max((tmp_path / "bucket" / "data").glob("*/00001"))
+    damaged = next(newest.glob("00000-*"))
+    data = bytearray(damaged.read_bytes())
+    data[100] ^= 1
+    damaged.write_bytes(data)
+    assert not stores.verify(url).whole
+    with pytest.warns(RuntimeWarning, match="falling back to step 2"):
+        assert load_sync(url)["step"] == 2
+
+
+@pytest.mark.slow
+def test_a_groups_checkpoint_is_copied_into_a_bucket(of_group: tuple[Path, str], tmp_path: Path) -> None:
+    folder, url = of_group
+    for source, copy in ((folder, f"file://{tmp_path}/copy"), (url, f"file://{tmp_path}/third")):
+        info = stores.copy(source, copy)
+        assert (info.step, info.nbytes, info.tiers) == (3, list_checkpoints(folder)[0].nbytes, ("remote",))
+        assert not stores.compare(folder, copy).differences
+
+    def work(group: Group) -> tuple[int, str]:
+        with SyncCheckpointEngine(
+            tmp_path / "new", group=group, drain=Drain(f"file://{tmp_path}/copy"), save_last=False
+        ) as engine:
+            restored = engine.restore(state := shards(group, 0))
+            assert restored is not None
+            assert torch.equal(state["own"], torch.full((9,), group.rank))  # type: ignore[arg-type]
+            return restored.step, restored.source
+
+    assert on_ranks(2, work) == [(3, "remote")] * 2
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import random
-from collections.abc import Callable, Collection, Coroutine, Generator, Sequence
+import threading
+from collections.abc import Callable, Collection, Coroutine, Generator, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from pccheck_async.bucket import BucketMedium, protocol
@@ -81,6 +84,36 @@ class PlayedObjects(Objects):
         await Request(self._run, "pause")
 
 
+class FolderOfObjects(MutableMapping[str, bytes]):
+    """Objects in a folder, for processes that share them; forks, too, in which obstore's threads would be missing."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __getitem__(self, key: str) -> bytes:
+        try:
+            return (self._folder / key).read_bytes()
+        except FileNotFoundError:
+            raise KeyError(key) from None
+
+    def __setitem__(self, key: str, data: bytes) -> None:
+        path = self._folder / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_name(f".new-{os.getpid()}-{threading.get_ident()}")
+        new.write_bytes(data)
+        new.rename(path)
+
+    def __delitem__(self, key: str) -> None:
+        (self._folder / key).unlink()
+
+    def __iter__(self) -> Iterator[str]:
+        files = [path for path in self._folder.rglob("*") if path.is_file() and not path.name.startswith(".new-")]
+        return iter([path.relative_to(self._folder).as_posix() for path in files])
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
 class LyingObjects(Objects):
     """Objects in this process, for code on an event loop, that lie as ``lies`` say.
 
@@ -93,9 +126,9 @@ class LyingObjects(Objects):
         requests: Each with its kind and key.
     """
 
-    def __init__(self, stored: dict[str, bytes] | None = None) -> None:
+    def __init__(self, stored: MutableMapping[str, bytes] | None = None) -> None:
         self.url = "lying://bucket"
-        self.stored = {} if stored is None else stored
+        self.stored: MutableMapping[str, bytes] = {} if stored is None else stored
         self.lies: set[str] = set()
         self.times: int | None = None
         self.requests: list[tuple[str, str]] = []
