@@ -61,8 +61,8 @@ def ls(path: AnyPlace, json: Json = False) -> Report:
     --json prints for a store a list of checkpoints, newest first, each an object: step, counter, nbytes, time, created,
     pinned, rejected, name, metadata, and lost (the reason) if its slot is lost. For a group's folder it prints an
     object: checkpoints, the same list, each with world_size; incomplete, a list of objects: step, counter,
-    missing_ranks, missing_count, was_complete; on_disk: nbytes, slots, slots_in_use; and problem if no trainer can open
-    the group. For an error it prints an object: error, with type and message.
+    missing_ranks, missing_count, was_complete; on_disk (not for a bucket): nbytes, slots, slots_in_use; and problem if
+    no trainer can open the group. For an error it prints an object: error, with type and message.
 
     Exit status: 0 at least one checkpoint is listed, 1 it failed, 2 wrong usage, 3 there is no committed checkpoint in
     this folder, 4 something is lost or damaged.

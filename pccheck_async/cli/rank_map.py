@@ -44,7 +44,8 @@ def rank_map(path: Path) -> Report:
 
     place = read_place(path)
     place.check_group("--ranks shows the ranks of a group")
-    published = {rank: one for rank in place.stores if (one := read_status(path / place.folder(rank))) is not None}
+    folders = {} if place.is_bucket else {rank: place.path / place.folder(rank) for rank in place.stores}
+    published = {rank: one for rank, folder in folders.items() if (one := read_status(folder)) is not None}
     times = {rank: stage_times(one.status) for rank, one in published.items() if one.alive}
     gone, lost = what_is_lost(place)
     checkpoints = _checkpoints(place, gone)
@@ -90,7 +91,7 @@ def _drawn(
     ranks = sorted({*place.stores, *(rank for one in place.incomplete for rank in one.ranks)})
     running = {rank for rank, one in published.items() if one.alive}
     counted = f"{_counted(len(ranks), 'rank')}, {_running(len(running), len(ranks))}"
-    yield f"{place.path}: {counted}; {_completeness(place, checkpoints)}."
+    yield f"{place.name}: {counted}; {_completeness(place, checkpoints)}."
     room = terminal().width - _OTHER_COLUMNS - (_ENGINE_COLUMN if published else 0)
     shown = _newest_that_fit(checkpoints, room)
     yield _table(ranks, checkpoints[-shown:], published, is_known={*place.stores})

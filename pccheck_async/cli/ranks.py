@@ -92,7 +92,8 @@ def place_as_json(place: Place) -> list[dict[str, Any]] | dict[str, Any]:
         for one in place.incomplete
     ]
     fault = group_fault(place)
-    found = {"checkpoints": complete, "incomplete": incomplete, "on_disk": on_disk(place)}
+    found: dict[str, Any] = {"checkpoints": complete, "incomplete": incomplete}
+    found |= {} if place.is_bucket else {"on_disk": on_disk(place)}
     return found | ({"problem": fault} if fault else {})
 
 

@@ -101,7 +101,7 @@ class Draining:
         objects = open_objects(drain.url, drain.options, deadline=drain.deadline, writes=True)
         disk.committed.line = line = disk.committed.record.line
         draining = cls(drain, path, objects, disk, operations, backend)
-        draining._savers = savers
+        draining._savers, draining._begun = savers, of_group  # a group sets the line of all its stores
         if not owns:
             return draining
         entries = disk.committed.entries
@@ -182,17 +182,17 @@ class Draining:
         ``remote``: it was restored from the bucket, whose line for it becomes the disk's then.
         """
         self._restored = counter
-        if remote and not self._begun:
-            copy = next((each for each in self.state.copies if each.entry.counter == counter), None)
-            if copy is not None:
-                self._disk.committed.line = copy.line
+        if remote:
             write("drain_restored", "restored from %s: the disk had none as new", self.url, counter=counter)
+        copy = next((each for each in self.state.copies if each.entry.counter == counter), None)
+        if remote and copy is not None and not self._begun:
+            self._disk.committed.line = copy.line
 
     async def begin(self) -> None:
         """Make this run's line durable on disk, before its first checkpoint: it decides which in the bucket are valid.
 
-        Called in a process that saves alone: a group writes its line when it joins the run. Does nothing after the
-        first call. Raises StoreFailedError.
+        Does nothing after the first call, and in a group, which writes its line when it joins the run. Raises
+        StoreFailedError.
         """
         if self._begun:
             return

@@ -131,8 +131,8 @@ class DrainOwner:
         )
 
     def _tell(self) -> None:
-        """Tell all processes the state, if it has changed."""
-        if (state := self.state) != self._told:
+        """Tell all processes the state, if it has changed, once they are connected."""
+        if self._task is not None and (state := self.state) != self._told:
             self._told = state
             self._savers.tell_bucket(state)
 

@@ -8,7 +8,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from pccheck_async.bucket.objects import Patient
 from pccheck_async.engine import drain as draining
 from pccheck_async.engine import drain_owner
 from pccheck_async.errors import CheckpointError, NoCheckpointError
+from pccheck_async.group.drain import GroupDrain
+from pccheck_async.store import Source
 from tests.support.lying_objects import FolderOfObjects, LyingObjects
 from tests.support.ranks import run_ranks, wait_for
 from tests.support.thread_ranks import on_ranks
@@ -394,6 +396,25 @@ def test_one_rank_that_cannot_send_keeps_the_checkpoint_waiting(tmp_path: Path, 
     lying.put = refuse  # type: ignore[method-assign]
     on_ranks(2, work)
     assert steps_in(lying) == [1]
+
+
+def test_a_part_that_nobody_sends_keeps_the_checkpoint_from_the_bucket(
+    tmp_path: Path, lying: LyingObjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = GroupDrain.parts_to_send
+
+    def nothing(self: GroupDrain, counter: int) -> Mapping[int, Source]:
+        return {} if self.disk.member.rank == 1 else original(self, counter)
+
+    monkeypatch.setattr(GroupDrain, "parts_to_send", nothing)
+
+    def work(group: Group) -> None:
+        with engine_on(tmp_path / "run", group, closing=0.1) as engine:
+            engine.checkpoint(state_of(group, 1), step=1).result(30)
+            until(lambda: "the parts of rank 1 were not sent" in engine.statistics().drain_trouble)
+
+    on_ranks(2, work)
+    assert steps_in(lying) == []
 
 
 # -- dropping
