@@ -118,7 +118,7 @@ class EngineBase:
             storage: How bytes get to the storage (:class:`pccheck_async.StorageOptions`).
             memory: Keep the newest checkpoints in memory, too (:class:`pccheck_async.MemoryTier`); all ranks or none.
             drain: Copy checkpoints to object storage, too (:class:`pccheck_async.Drain`), and restore from there if the
-                folder is empty. For one process, not for groups.
+                folder is empty; all ranks or none.
 
         Raises:
             ValueError: a setting is out of range.

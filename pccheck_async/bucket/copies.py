@@ -33,7 +33,7 @@ class Copied(msgspec.Struct, frozen=True, array_like=True):
     store: bytes
     """The id of that store."""
     members: int | None
-    """As in :class:`.CommitRecord`."""
+    """:attr:`.CommitRecord.members`."""
 
     @classmethod
     def of(cls, kept: Kept, record: CommitRecord) -> Copied:
@@ -59,7 +59,7 @@ class Copied(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BucketState(msgspec.Struct, frozen=True, array_like=True):
-    """The state of a drain, which its owner tells all processes of the engine."""
+    """The state of a drain, which its owner publishes to all processes of the engine."""
 
     copies: tuple[Copied, ...] = ()
     """The committed checkpoints there, newest first."""

@@ -152,7 +152,8 @@ class Drain:
     No checkpoint and no training step waits for a copy. The newest checkpoint is copied, then the one that is the
     newest by then, and so on; those in between are not copied. After a crash an interrupted upload is continued. The
     engine owns all objects under the URL: opening another engine with the same URL ends the drain of the earlier one.
-    An engine on an empty folder restores from the bucket. Leaving the engine's context copies the newest checkpoint.
+    An engine on an empty folder restores from the bucket. In a group each rank uploads its parts, and rank 0 commits
+    them; every rank gives the same settings. Leaving the engine's context copies the newest checkpoint.
 
     Args:
         url: ``s3://bucket/prefix``, ``gs://``, ``az://``, ``file:///folder``, or a store of obstore's. Credentials are
@@ -160,7 +161,7 @@ class Drain:
         every: The least time from the beginning of one copy to that of the next. None: they follow each other at once.
         keep_last: Number of the newest copied checkpoints that are kept in the bucket.
         options: Options of obstore for the provider and the HTTP client, by name: ``{"region": "eu-west-1"}``.
-        rate_limit: Most bytes per second that are sent.
+        rate_limit: Most bytes per second that are sent, by each rank of a group.
         deadline: Most seconds for each request, retries included; after that the copy is continued later. Two objects
             of 32 MiB have to be sent in that time, so a network of less than 1 MiB per second needs more.
         closing: Most seconds that closing the engine waits until the newest checkpoint is copied; the log names the

@@ -53,7 +53,7 @@ class Draining:
     Attributes:
         drain: The settings.
         opened: The bucket as a medium, which looks like a folder of stores.
-        state: What is in the bucket, as its owner told last.
+        state: What is in the bucket, as its owner published it last.
         owner: The owner's half; None if another process has it.
         nbytes: Bytes that this process has sent.
     """
@@ -236,7 +236,7 @@ class Draining:
             self.owner.wake()
 
     def learn(self, state: BucketState) -> None:
-        """Called with each new state that the owner tells."""
+        """Called with each new state that the owner publishes."""
         self.state = state
         self._settle_flights()
         self._changed.set()

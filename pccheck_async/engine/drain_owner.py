@@ -52,8 +52,8 @@ class Savers(Protocol):
         Raises DroppedMeanwhileError, DamagedError, ReadError, WriteError, RefusedError.
         """
 
-    def tell_bucket(self, state: BucketState) -> None:
-        """Tell all processes, this one included, what is in the bucket."""
+    def publish_bucket(self, state: BucketState) -> None:
+        """Publish the state of the bucket to all processes, this one included."""
 
 
 class DrainOwner:
@@ -88,7 +88,7 @@ class DrainOwner:
         self._count, self._seen, self._settled = 0, -1, -1
         self._trouble = ""
         self._sent_at: float | None = None
-        self._told: BucketState | None = None
+        self._published: BucketState | None = None
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -130,11 +130,11 @@ class DrainOwner:
             self._left if self._ended else "",
         )
 
-    def _tell(self) -> None:
-        """Tell all processes the state, if it has changed, once they are connected."""
-        if self._task is not None and (state := self.state) != self._told:
-            self._told = state
-            self._savers.tell_bucket(state)
+    def _publish(self) -> None:
+        """Publish the state to all processes, if it has changed, once they are connected."""
+        if self._task is not None and (state := self.state) != self._published:
+            self._published = state
+            self._savers.publish_bucket(state)
 
     # -- the work
 
@@ -145,7 +145,7 @@ class DrainOwner:
             try:
                 worked = await self._once()
                 pause, self._trouble = _FIRST_PAUSE, ""
-                self._tell()
+                self._publish()
                 if not worked:
                     if self._closing:
                         return
@@ -158,7 +158,7 @@ class DrainOwner:
                     with suppress(BaseException):  # of a handler of the log
                         write("drain_trouble", text, self._url, self._lag(), error, error=str(error), store=self._path)
                 self._trouble = str(error)
-                self._tell()
+                self._publish()
                 if self._closing and isinstance(error, RefusedError):
                     return
                 with suppress(TimeoutError):
@@ -171,7 +171,7 @@ class DrainOwner:
     def _stop(self, error: Exception) -> None:
         """Copy nothing more, after an error that another attempt will not avoid: another run owns the bucket, say."""
         self.stopped, self._trouble = True, str(error) or repr(error)
-        self._tell()
+        self._publish()
         text = "the drain of %s stops; training and the disk go on: %s"
         with suppress(BaseException):  # of a handler of the log
             write("drain_stopped", text, self._path, self._trouble, error=str(error), store=self._path)
@@ -216,11 +216,11 @@ class DrainOwner:
         if numbers := self._dropped_there:
             self._owner.line = self._disk.committed.line
             await self._owner.amend(numbers)
-            self._tell()
+            self._publish()
             await self._owner.collect()
             return True
         if self.begins:
-            await self._tell_line()
+            await self._write_line()
             self.begins = False
             return True
         entry = self._next()
@@ -243,7 +243,7 @@ class DrainOwner:
             if record.entry.counter in self.dropped and kept.number not in self.foreign
         }
 
-    async def _tell_line(self) -> None:
+    async def _write_line(self) -> None:
         """Write this run's line into the bucket, if it holds checkpoints: else a crash would make them another branch.
 
         Done in every run, as a line has few links, and many runs may die before they have copied anything.
@@ -275,7 +275,7 @@ class DrainOwner:
                 "drained", "step %d is in %s", entry.step, self._url,
                 step=entry.step, counter=entry.counter, nbytes=nbytes, seconds=seconds,
             )  # fmt: skip
-        self._tell()
+        self._publish()
         await self._owner.collect()
         return True
 
@@ -285,7 +285,7 @@ class DrainOwner:
         """Copy the newest checkpoint, in so many seconds at most. Called before :meth:`cancel`."""
         self._closing = True
         self._wake.set()
-        self._tell()
+        self._publish()
         if self._task is not None:
             await asyncio.wait((self._task,), timeout=seconds)
 
@@ -312,5 +312,5 @@ class DrainOwner:
                         self._task.cancel()  # again: a group of tasks that ends for another reason may lose it
                         await asyncio.wait((self._task,), timeout=_CANCEL_SECONDS)
         self._ended = True
-        self._tell()
+        self._publish()
         return self._left

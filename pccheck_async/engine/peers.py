@@ -296,8 +296,8 @@ class Peers(ABC):
         """
 
     @abstractmethod
-    def tell_bucket(self, state: BucketState) -> None:
-        """Tell all processes, this one included, what is in the bucket. Called where :attr:`leads` is true."""
+    def publish_bucket(self, state: BucketState) -> None:
+        """Publish the state of the bucket to all processes, this one included. Called where :attr:`leads` is true."""
 
     # -- committed checkpoints
 
@@ -446,7 +446,7 @@ class Alone(Peers):
         assert self._drain is not None
         return UploadedParts(await self._drain.send(request))
 
-    def tell_bucket(self, state: BucketState) -> None:
+    def publish_bucket(self, state: BucketState) -> None:
         assert self._drain is not None
         self._drain.learn(state)
 

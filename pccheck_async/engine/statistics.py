@@ -66,7 +66,7 @@ class EngineStatistics:
             step; empty if nothing is wrong.
         memory_interval: The decision of the policy of the memory tier, and why; None without that tier.
         drained: Checkpoints that were copied to the bucket (``drain``).
-        drained_bytes: Bytes that were sent to the bucket.
+        drained_bytes: Bytes that this process sent to the bucket.
         drain_lag_seconds: Seconds since the oldest durable checkpoint committed that is newer than all in the bucket;
             0 if there is none.
         drain_trouble: Why nothing is copied to the bucket, at the moment or any more; empty if nothing is wrong.

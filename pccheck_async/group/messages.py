@@ -509,7 +509,7 @@ class PartsSent(GroupDecision, frozen=True):
 
 
 class BucketChanged(Message, frozen=True):
-    """Rank 0's drain tells its state."""
+    """The state of rank 0's drain has changed."""
 
     state: BucketState
 

@@ -417,7 +417,7 @@ class Ranks(Peers):
         assert self._drain is not None
         return await self._drain.upload(request)
 
-    def tell_bucket(self, state: BucketState) -> None:
+    def publish_bucket(self, state: BucketState) -> None:
         self._disk.around.post(BucketChanged(self.group.rank, state))
 
     # -- committed checkpoints

@@ -441,19 +441,22 @@ def test_what_is_rejected_or_removed_goes_from_the_bucket(tmp_path: Path, lying:
 def test_a_rejection_is_followed_after_a_crash(tmp_path: Path, lying: LyingObjects) -> None:
     def first(group: Group) -> None:
         with engine_on(tmp_path / "run", group, keep_last=4, in_bucket=4, closing=0.05) as engine:
-            for step in (1, 2):
+            for step in (0, 1, 2):
                 save(engine, group, step)
             barrier(group, tmp_path / "marks", "saved")
             lying.lies = {"vanished"}
+            engine.remove(step=1)
+            with pytest.raises(NoCheckpointError):
+                engine.restore(state_of(group, 0), step=1)  # though the bucket has it yet
             engine.reject(step=2)
 
     def second(group: Group) -> None:
         with engine_on(tmp_path / "run", group, keep_last=4, in_bucket=4):
-            until(lambda: steps_in(lying) == [1])
+            until(lambda: steps_in(lying) == [1, 0])  # of a removal the disk keeps no trace: closing has said so
 
     on_ranks(2, first)
     lying.lies = set()
-    assert steps_in(lying) == [2, 1]
+    assert steps_in(lying) == [2, 1, 0]
     on_ranks(2, second)
 
 
