@@ -251,6 +251,27 @@ class Owner:
                 return True
             came_late = True
 
+    async def check(self, parts: Sequence[PartName]) -> None:
+        """Read the indexes of parts that are to be committed: other processes may have uploaded them elsewhere.
+
+        Raises RefusedError: one is not there; ReadError.
+        """
+        for part in parts:
+            try:
+                await self._needed(part)
+            except CorruptStoreError as error:
+                raise RefusedError(
+                    f"{self.objects.url}: the part of rank {part.rank} is not there, as seen from here ({error}): all "
+                    "ranks need the same bucket, and no folder that each host has for itself"
+                ) from None
+
+    async def _needed(self, part: PartName) -> Collection[str]:
+        """Return the data objects of a part. Raises the errors of :func:`read_index`."""
+        if part.key not in self._named:
+            index = await read_index(self.objects, part)
+            self._named[part.key] = frozenset(key for key, _ in index.objects)
+        return self._named[part.key]
+
     async def amend(self, without: Collection[int]) -> None:
         """Make a record that no longer names the commits ``without`` (numbers). Raises the errors of :meth:`commit`."""
         while not await self._made(
@@ -318,10 +339,7 @@ class Owner:
                 record = await read_commit(self.objects, kept.number)
                 needed = set[str]()
                 for part in () if record is None else record.parts:
-                    if part.key not in self._named:
-                        index = await read_index(self.objects, part)
-                        self._named[part.key] = frozenset(key for key, _ in index.objects)
-                    needed |= {*self._named[part.key]}
+                    needed |= {*await self._needed(part)}
             except CorruptStoreError:
                 record = None
             found[kept] = None if record is None else (record, needed)

@@ -264,6 +264,7 @@ class DrainOwner:
             self._damaged.add(entry.counter)
             write("drain_trouble", "step %d is not copied to %s: %s", entry.step, self._url, error, error=str(error))
             return False
+        await self._owner.check(parts)
         if entry.counter in self.dropped:
             return False
         self._owner.line = self._disk.committed.line

@@ -275,7 +275,8 @@ class PartSources:
         if found is not None:
             kept = memory is None or memory.member.run is None or key in memory.member.keep
             ways = [*found.ways] if kept else [found.spare]
-            ways = [way for way in ways if self._bucket not in way or key in self._in_bucket]
+            if self._drain is not None:
+                ways = self._beside_bucket(key, found.world, ways)
         else:  # parts of this run are in their ranks' domains
             ways += [memory.member.homes] if memory is not None and key in memory.member.keep else []
             if key in self._disk.member.keep or (memory is None and key not in self._in_bucket):
@@ -294,6 +295,14 @@ class PartSources:
                 others.setdefault(domain, [self._nearest(rank, way, distinct)])
         near: list[Sequence[int]] = [*dict.fromkeys(self._nearest(rank, way, distinct) for way in seen)]
         return [near, *others.values()] if near else [*others.values()]
+
+    def _beside_bucket(self, key: Key, world: int, ways: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+        """Return the ways of a checkpoint from before this run that are left, as disks and bucket drop checkpoints."""
+        member = self._disk.member
+        on_disk = member.run is None or key in member.keep or key in member.unproven
+        if key not in self._in_bucket:
+            return [way for way in ways if self._bucket not in way]
+        return [*(ways if on_disk else ()), (self._bucket,) * world]
 
     def _nearest(self, rank: int, way: Sequence[int], ways: Sequence[Sequence[int]]) -> tuple[int, ...]:
         """Return a way in which other ranks' parts that the rank does not see are replaced by copies that it sees."""

@@ -305,6 +305,7 @@ class Coordinator:
         view = view_of(stores, homes, hosts) if self.disk is None else self._view_of_both(self.disk, stores)
         for bucket in (one.bucket for one in self._found.values() if one.bucket is not None):
             view, self.bucket = view_beside_bucket(stores, homes, hosts, bucket)
+            self._dropped |= {one.entry.counter for one in view.remote if one.entry.rejected}
         self._view = view
         if view.error is not None:
             return [Refused(view.error)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import shutil
 import signal
 import threading
@@ -21,8 +22,8 @@ import torch
 from pccheck_async import Drain, FlatShard, Group, StorageOptions, SyncCheckpointEngine
 from pccheck_async.bucket import BucketMedium, CommitRecord, Kept, Objects, Owner, upload
 from pccheck_async.bucket.objects import Patient
+from pccheck_async.engine import Draining, drain_owner
 from pccheck_async.engine import drain as draining
-from pccheck_async.engine import drain_owner
 from pccheck_async.errors import CheckpointError, NoCheckpointError
 from pccheck_async.group.drain import GroupDrain
 from pccheck_async.store import Source
@@ -212,6 +213,41 @@ def test_a_checkpoint_that_other_ranks_saved_is_copied_by_the_next_start(tmp_pat
     assert restored(tmp_path / "run", 2, of=3) == [(7, "remote")] * 2
 
 
+def test_hosts_with_disks_of_their_own(tmp_path: Path, lying: LyingObjects) -> None:
+    """Rank 1 moves to a host without the folder: it reads the bucket, and then also what is in it alone."""
+
+    def opened(group: Group, hosts: str) -> SyncCheckpointEngine:
+        return engine_on(tmp_path / hosts[group.rank] / "run", group, in_bucket=3)
+
+    def first(group: Group) -> None:
+        with opened(group, "ab") as engine:
+            for step in (1, 2):
+                save(engine, group, step)
+
+    def second(group: Group) -> list[tuple[int, str]]:
+        found = list[tuple[int, str]]()
+        with opened(group, "ac") as engine:
+            for step in (None, 1):
+                restored = engine.restore(state := state_of(group, 0), step=step)
+                assert restored is not None
+                check(state, group, restored.step, 2)
+                found.append((restored.step, restored.source))
+            engine.restore(state)
+            save(engine, group, 3)  # the disks drop the one that was restored
+            for step in (2, 1, 3):
+                restored = engine.restore(state := state_of(group, 0), step=step)
+                assert restored is not None
+                check(state, group, step, 2)
+                found.append((restored.step, restored.source))
+        return found
+
+    for host in "abc":
+        (tmp_path / host).mkdir()
+    on_ranks(2, first)
+    in_bucket = [(2, "remote"), (1, "remote"), (3, "disk")]
+    assert on_ranks(2, second) == [[(2, "disk"), (1, "remote"), *in_bucket], [(2, "remote"), (1, "remote"), *in_bucket]]
+
+
 # -- trouble
 
 
@@ -271,6 +307,60 @@ def test_a_rank_that_is_killed_in_its_upload_leaves_nothing_partial(
     assert before <= {*objects.stored}
     named = {part.key for _, record in live(objects) for part in record.parts} | needed(objects)
     assert {key for key in objects.stored if key.startswith("data/")} == named, "nothing else is left"
+
+
+@pytest.mark.parametrize("lives", [4, pytest.param(100, marks=[pytest.mark.campaign, pytest.mark.timeout(3600)])])
+def test_killed_again_and_again_at_any_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lives: int) -> None:
+    objects = LyingObjects(FolderOfObjects(tmp_path / "bucket"))
+    monkeypatch.setattr(draining, "open_objects", lambda *_, **__: objects)
+    told = tmp_path / "reported"
+    told.touch()
+    for seed in range(lives):
+        chosen, world = random.Random(seed), 2 + seed % 2
+        victim, left = chosen.randrange(world), [chosen.randint(1, 40)]
+        if seed % 3 == 2:
+            shutil.rmtree(tmp_path / "run", ignore_errors=True)
+
+        def life(group: Group, victim: int = victim, left: list[int] = left) -> None:
+            begin = objects._begin
+
+            async def dying(kind: str, key: str) -> None:
+                left[0] -= 1
+                if left[0] < 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                await begin(kind, key)
+
+            if group.rank == victim:
+                objects._begin = dying  # type: ignore[method-assign]
+            with engine_on(tmp_path / "run", group, in_bucket=2) as engine:
+                found = engine.restore(state := state_of(group, 0), private="modulo")
+                reported = max(map(int, told.read_text().split()), default=-1)
+                assert (-1 if found is None else found.step) >= reported
+                if found is not None:
+                    assert state["step"] == found.step
+                step = 0 if found is None else found.step + 1
+                while True:
+                    save(engine, group, step)
+                    with told.open("a") as file:
+                        file.write(f"{step}\n")
+                    step += 1
+
+        def kill_the_others(pids: list[int], victim: int = victim) -> None:
+            os.waitid(os.P_PID, pids[victim], os.WEXITED | os.WNOWAIT)
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+
+        statuses = list[int]()
+        run_ranks(world, life, meanwhile=kill_the_others, statuses=statuses)
+        assert statuses == [-signal.SIGKILL] * world, f"seed {seed}"
+        whole = {*objects.stored}
+        for _, record in live(objects):
+            assert {part.key for part in record.parts} <= whole, f"seed {seed}"
+            assert len(record.parts) in (2, 3)
+        assert needed(objects) <= whole, f"seed {seed}"
+        reported = max(map(int, told.read_text().split()), default=-1)
+        assert max(steps_in(objects), default=-1) >= reported, f"seed {seed}: step {reported} was reported"
+    assert reported > 0
 
 
 def needed(objects: Objects) -> set[str]:
@@ -396,6 +486,33 @@ def test_one_rank_that_cannot_send_keeps_the_checkpoint_waiting(tmp_path: Path, 
     lying.put = refuse  # type: ignore[method-assign]
     on_ranks(2, work)
     assert steps_in(lying) == [1]
+
+
+def test_a_bucket_that_is_another_one_on_each_host_is_refused(
+    tmp_path: Path, lying: LyingObjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder, say, that each host has for itself: rank 0 would commit a part that nobody finds there."""
+    other, opened = LyingObjects(), list[Objects]()
+    made = Draining.open.__func__  # type: ignore[attr-defined]
+
+    async def of_rank(cls: type[Draining], /, *arguments: Any, owns: bool, **more: Any) -> Draining:
+        draining: Draining = await made(cls, *arguments, owns=owns, **more)
+        if not owns:
+            draining.objects = other
+        opened.append(draining.objects)
+        return draining
+
+    monkeypatch.setattr(Draining, "open", classmethod(of_rank))
+
+    def work(group: Group) -> None:
+        with engine_on(tmp_path / "run", group, closing=0.1) as engine:
+            assert engine.checkpoint(state_of(group, 1), step=1).result(30).step == 1
+            until(lambda: "the part of rank 1 is not there" in engine.statistics().drain_trouble)
+
+    on_ranks(2, work)
+    assert len(opened) == 2
+    assert steps_in(lying) == []
+    assert other.stored
 
 
 def test_a_part_that_nobody_sends_keeps_the_checkpoint_from_the_bucket(

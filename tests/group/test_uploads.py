@@ -19,9 +19,11 @@ from pccheck_async.group.messages import (
     Goodbye,
     Hello,
     InBucket,
+    NotRestored,
     Opened,
     PartsSent,
     Refused,
+    RestoreRequest,
     SendParts,
     SentParts,
     UploadFailure,
@@ -185,3 +187,17 @@ def test_the_group_opens_with_the_bucket_or_all_ranks_are_refused(refused: bool)
         told = replace(STATE, copies=(copied(5, number=6),), trouble="x")
         assert coordinator.receive(BucketChanged(0, told)) == [InBucket(told)]
         assert coordinator.bucket == told
+
+
+def test_a_rejection_on_one_disk_that_is_left_holds_for_the_bucket() -> None:
+    """The other rank's folder is gone, so the checkpoint is complete in the bucket alone."""
+    coordinator = Coordinator(2, Retention(), 1)
+    for rank in range(2):
+        coordinator.receive(Hello(rank, VERSION, 2, "d", "h", ""))
+    left = store(0, 6)
+    left = replace(left, parts=tuple(replace(one, entry=one.entry.as_rejected()) for one in left.parts))
+    state = replace(STATE, copies=STATE.copies[:1])
+    coordinator.receive(Found(0, (left, store(1)), FoundBucket(state, "/run", "s3://bucket/run", False)))
+    assert not coordinator.receive(RestoreRequest(0, 0, None))
+    (answer,) = coordinator.receive(RestoreRequest(1, 0, None))
+    assert isinstance(answer, NotRestored)
