@@ -309,7 +309,7 @@ def test_a_rank_that_is_killed_in_its_upload_leaves_nothing_partial(
     assert {key for key in objects.stored if key.startswith("data/")} == named, "nothing else is left"
 
 
-@pytest.mark.parametrize("lives", [4, pytest.param(100, marks=[pytest.mark.campaign, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize("lives", [4, pytest.param(50, marks=[pytest.mark.campaign, pytest.mark.timeout(3600)])])
 def test_killed_again_and_again_at_any_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lives: int) -> None:
     objects = LyingObjects(FolderOfObjects(tmp_path / "bucket"))
     monkeypatch.setattr(draining, "open_objects", lambda *_, **__: objects)
@@ -702,6 +702,39 @@ def test_closing_ends_in_time_and_says_on_all_ranks_what_is_left(
 
     on_ranks(2, idle)
     assert steps_in(lying) == [7], "the next start copies it, though it saves nothing"
+
+
+def test_closing_with_a_deadline_ends_by_then_on_all_ranks(tmp_path: Path, lying: LyingObjects) -> None:
+    def work(group: Group) -> float:
+        engine = engine_on(tmp_path / "run", group).open()
+        save(engine, group, 1)
+        barrier(group, tmp_path / "marks", "saved")
+        lying.lies = {"slow"}
+        pending = engine.checkpoint(state_of(group, 2), step=2)
+        pending.result(30)
+        start = time.monotonic()
+        engine.close(deadline=1.0)
+        with pytest.raises(CheckpointError):
+            pending.wait_reached("remote", 0)
+        return time.monotonic() - start
+
+    assert max(on_ranks(2, work)) < 10
+    lying.lies = set()
+    assert steps_in(lying) == [1]
+
+
+def test_a_change_before_any_restore_keeps_the_line(tmp_path: Path, lying: LyingObjects) -> None:
+    saved(tmp_path / "run", range(1, 3), keep_last=2, in_bucket=2)
+
+    def work(group: Group) -> None:
+        with engine_on(tmp_path / "run", group, keep_last=2, in_bucket=2) as engine:
+            engine.remove(step=1)
+
+    on_ranks(2, work)
+    assert steps_in(lying) == [2]
+    assert restored(tmp_path / "run", 2, of=2, keep_last=2, in_bucket=2) == [(2, "disk")] * 2
+    shutil.rmtree(tmp_path / "run")
+    assert restored(tmp_path / "run", 2, of=2, keep_last=2, in_bucket=2) == [(2, "remote")] * 2
 
 
 def test_a_rank_that_leaves_early_is_not_waited_for(
