@@ -27,6 +27,7 @@ from pccheck_async.engine import drain as draining
 from pccheck_async.errors import CheckpointError, NoCheckpointError
 from pccheck_async.group.drain import GroupDrain
 from pccheck_async.store import Source
+from pccheck_async.testing.probe import probe
 from tests.support.lying_objects import FolderOfObjects, LyingObjects
 from tests.support.ranks import run_ranks, wait_for
 from tests.support.thread_ranks import on_ranks
@@ -246,6 +247,33 @@ def test_hosts_with_disks_of_their_own(tmp_path: Path, lying: LyingObjects) -> N
     on_ranks(2, first)
     in_bucket = [(2, "remote"), (1, "remote"), (3, "disk")]
     assert on_ranks(2, second) == [[(2, "disk"), (1, "remote"), *in_bucket], [(2, "remote"), (1, "remote"), *in_bucket]]
+
+
+def test_a_bucket_that_one_rank_cannot_read_is_an_error_on_all(tmp_path: Path, lying: LyingObjects) -> None:
+    saved(tmp_path / "run", range(1, 2))
+    shutil.rmtree(tmp_path / "run")
+    refusing = LyingObjects(lying.stored)
+    refusing.lies = {"vanished"}
+
+    def work(group: Group) -> str:
+        with engine_on(tmp_path / "run", group) as engine:
+            if group.rank == 1:
+                drain = probe(engine).core.assembly.drain
+                assert drain is not None
+                drain.opened.medium.objects = refusing  # type: ignore[attr-defined]
+            before = state_of(group, 0)
+            with pytest.raises(CheckpointError, match="there is no such bucket"):
+                engine.restore(state := state_of(group, 0))
+            assert torch.equal(state["own"], before["own"])
+            barrier(group, tmp_path / "marks", "refused")
+            if group.rank == 1:
+                refusing.lies = set()
+            found = engine.restore(state)
+            assert found is not None
+            check(state, group, 1, 2)
+            return found.source
+
+    assert on_ranks(2, work) == ["remote"] * 2
 
 
 # -- trouble
