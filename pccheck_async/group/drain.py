@@ -29,6 +29,7 @@ from pccheck_async.group.messages import (
     Start,
     UploadFailure,
 )
+from pccheck_async.group.parts import link_to
 from pccheck_async.group.tiers import set_line
 from pccheck_async.group.view import Complete, FoundBucket
 from pccheck_async.store import DroppedMeanwhileError, FolderPart, OwnSlot, Source, rank_name, ranks_in_words
@@ -126,7 +127,9 @@ class GroupDrain:
         Raises DroppedMeanwhileError, DamagedError, WriteError, RefusedError, GroupError: rank 0 answers no more.
         """
         key, found = self._find(request.counter)
-        world = self.disk.member.world if found is None else found.world
+        world, line = self.disk.member.world if found is None else found.world, self.disk.store.committed.line
+        if line is None or line.run_of(request.counter) != link_to(key).run:  # a link covers older runs' ones, too
+            raise DamagedError("the line of the disks does not name its run")
         self._number += 1
         self._answer = self.disk.loop.create_future()
         self.disk.around.post(AskParts(self.disk.member.rank, self._number, request))

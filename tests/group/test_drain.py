@@ -430,7 +430,7 @@ def test_a_damaged_part_keeps_its_checkpoint_from_the_bucket(
             barrier(group, tmp_path / "marks", "two")
             if group.rank == 1:
                 damage(
-                    tmp_path / "run" / "rank-00001", lambda data: torch.tensor([2001, 2002]).numpy().tobytes() in data
+                    tmp_path / "run" / "rank-00001", lambda data: torch.tensor([4501, 4502]).numpy().tobytes() in data
                 )
                 lying.lies = set()
             with pytest.raises(CheckpointError, match="is damaged, before it was copied"):
@@ -500,9 +500,15 @@ def test_one_rank_that_cannot_send_keeps_the_checkpoint_waiting(tmp_path: Path, 
             with pytest.raises(TimeoutError):
                 pending.wait_reached("remote", 0.3)
             assert steps_in(lying) == [], "a part is missing"
+            for step in range(2, 9):  # more than there are slots: no checkpoint waits for the part that is read
+                newest = engine.checkpoint(state_of(group, step), step=step)
+                assert newest.result(30).step == step
+            assert engine.statistics().drained == 0
+            assert engine.statistics().slots <= 5
             barrier(group, tmp_path / "marks", "waited")
             goes_on.set()
             pending.wait_reached("remote", 30)
+            newest.wait_reached("remote", 30)
 
     put = lying.put
 
@@ -513,7 +519,7 @@ def test_one_rank_that_cannot_send_keeps_the_checkpoint_waiting(tmp_path: Path, 
 
     lying.put = refuse  # type: ignore[method-assign]
     on_ranks(2, work)
-    assert steps_in(lying) == [1]
+    assert steps_in(lying) == [8]
 
 
 def test_a_bucket_that_is_another_one_on_each_host_is_refused(
@@ -690,6 +696,36 @@ def test_one_process_and_a_group_do_not_take_each_others_bucket(tmp_path: Path, 
     assert steps_in(lying) == [6]
     with pytest.raises(CheckpointError, match=r"holds checkpoints of a group of ranks \(step 6\).* is for one process"):
         SyncCheckpointEngine(tmp_path / "alone", drain=Drain(URL)).open()
+
+
+def test_a_checkpoint_whose_run_no_line_names_is_not_copied(
+    tmp_path: Path, lying: LyingObjects, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It would be there as one of another run, and the next start would find two with its counter."""
+
+    def without(group: Group, step: int) -> None:
+        with SyncCheckpointEngine(tmp_path / "run", group=group, keep_last=2, save_last=False) as engine:
+            engine.restore(state_of(group, 0))
+            engine.checkpoint(state_of(group, step), step=step).result(30)
+
+    def work(group: Group) -> None:
+        with engine_on(tmp_path / "run", group, keep_last=2) as engine:
+            engine.restore(state_of(group, 0))
+            barrier(group, tmp_path / "marks", "restored")
+            if group.rank == 1:
+                content = torch.tensor([4501, 4502]).numpy().tobytes()
+                damage(tmp_path / "run" / "rank-00001", lambda data: content in data)
+            barrier(group, tmp_path / "marks", "damaged")
+            engine.pin(step=1)
+            until(lambda: "step 1 is not copied to lying://bucket: the line" in caplog.text)
+            assert steps_in(lying) == []
+
+    on_ranks(2, lambda group: without(group, 1))
+    on_ranks(2, lambda group: without(group, 2))
+    on_ranks(2, work)
+    assert "step 2 is not copied to lying://bucket: rank 1: " in caplog.text
+    saved(tmp_path / "run", range(3, 4), keep_last=2)
+    assert restored(tmp_path / "run", 2, of=2, keep_last=2) == [(3, "disk")] * 2
 
 
 # -- the end
