@@ -132,7 +132,8 @@ class Owner:
             now = () if newest is None else protocol.live(listing.newest, newest)
             number, spare = protocol.next_number(listing), protocol.drafts(listing, newest)
             line = self.line if newest is None else newest.line
-            fence = structs.replace(self._record(now, spare=spare), line=line)
+            members = newest.members if newest is not None and now else None
+            fence = structs.replace(self._record(now, spare=spare, members=members), line=line)
             if protocol.outcome(await self.settle(number, fence), fence) != "mine":
                 await self.objects.pause(attempt)
                 continue
@@ -274,10 +275,12 @@ class Owner:
 
     async def amend(self, without: Collection[int]) -> None:
         """Make a record that no longer names the commits ``without`` (numbers). Raises the errors of :meth:`commit`."""
-        while not await self._made(
-            self._record(protocol.retained(self.now, len(self.now), without), spare=self.spare), self.spare
-        ):
-            pass
+        made = False
+        while not made:
+            keep = protocol.retained(self.now, len(self.now), without)
+            of_group = (self.records[kept].members for kept in keep if kept in self.records)
+            members = next((each for each in of_group if each is not None), None)
+            made = await self._made(self._record(keep, spare=self.spare, members=members), self.spare)
 
     async def _made(self, record: CommitRecord, spare: Sequence[int] = ()) -> bool:
         """Make the next record. False: an earlier attempt of this run was applied in its place, and is now the base."""

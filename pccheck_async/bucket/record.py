@@ -29,7 +29,10 @@ __all__ = [
 
 T = TypeVar("T")
 _FORMATS = 2
-"""The newest format of a record: 1 for checkpoints of one process, and fences, 2 for those of a group."""
+"""The newest format of a record: 2 for one of a group, or that keeps one of a group, which format 1 cannot say; else 1.
+
+So a version that reads format 1 alone refuses a group's bucket, and does not pass over the checkpoints there.
+"""
 _INDEX_FORMAT = 1
 _HEADER = struct.Struct("<8sIII")
 _CHECKED = struct.Struct("<8sII")
@@ -79,6 +82,7 @@ class CommitRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
         spare: Commit numbers, up to this record's, whose uploaded data the owner may still use; they are not deleted.
         parts: Parts of the checkpoint, one per rank, in the order of ranks; empty: this record is a fence.
         members: For the checkpoint of a group: :attr:`.Run.members` of the run that saved it; None: one process did.
+            For a fence: that of a checkpoint of a group that it keeps; None: it keeps none.
     """
 
     owner: bytes
@@ -189,7 +193,7 @@ def _trouble(record: CommitRecord, number: int) -> str:
         return "it spares what is above it"
     if record.line is not None and not record.line.sane:
         return "no run can have this line"
-    if record.members is not None and not (record.parts and 0 <= record.members < 1 << 64):
+    if record.members is not None and not ((record.parts or record.keep) and 0 <= record.members < 1 << 64):
         return "no group can have these members"
     for rank, part in enumerate(record.parts):
         name = data_name(part.key)

@@ -54,11 +54,11 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(asyncio.wait_for(work, 30))
 
 
-async def sent(owner: Owner, counter: int, content: bytes = b"") -> bool:
+async def sent(owner: Owner, counter: int, content: bytes = b"", members: int | None = None) -> bool:
     draft = Draft.of(owner)
     data = content or b"payload %d" % counter
     await draft.send(0, data, digest(data))
-    return await owner.commit([await draft.finish(entry_of(counter, len(data)), 512, b"manifest")])
+    return await owner.commit([await draft.finish(entry_of(counter, len(data)), 512, b"manifest")], members)
 
 
 # -- names and records
@@ -116,7 +116,7 @@ def test_no_strange_record_is_believed(body: object) -> None:
         {"parts": (PartName(data_key(1, 1, 0, "ab" * 16), 1, entry_of(5, 1)),)},
         {"parts": (PartName(KEY, 1, entry_of(-1, 1)),)},
         {"parts": (PartName(KEY, 1, msgspec.structs.replace(entry_of(5, 1), metadata={"x": "y" * 2000})),)},
-        {"line": Line(b"short", 3)}, {"members": -1}, {"members": 7, "parts": ()},
+        {"line": Line(b"short", 3)}, {"members": -1}, {"members": 7, "parts": (), "keep": ()},
     ],
 )  # fmt: skip
 def test_an_impossible_record_is_neither_written_nor_read(change: dict[str, Any]) -> None:
@@ -139,6 +139,40 @@ def test_only_records_of_a_group_have_the_newer_format() -> None:
     assert encode_commit(group, 3)[8] == 2
     assert encode_commit(RECORD, 3)[8] == 1
     assert len(msgspec.msgpack.decode(encode_commit(RECORD, 3)[20:])) == 7
+
+
+@pytest.mark.parametrize(("members", "newest"), [(7, 2), (None, 1)], ids=["group", "one process"])
+def test_all_records_that_keep_a_groups_checkpoint_have_the_newer_format(members: int | None, newest: int) -> None:
+    """Else an earlier version passes over the checkpoint, and deletes it with its first own one."""
+    objects, formats = LyingObjects(), list[tuple[int, int | None]]()
+
+    async def take_over() -> Owner:
+        owner = Owner(objects, b"s" * 16, keep_last=3)
+        await owner.take_over()
+        note(owner)
+        return owner
+
+    def note(owner: Owner) -> None:
+        data = objects.stored[commit_key(owner.base)]
+        formats.append((data[8], decode_commit(data, owner.base).members))
+
+    async def work() -> None:
+        owner = await take_over()
+        for counter in (1, 2, 3):
+            await sent(owner, counter, members=members)
+            note(owner)
+        await owner.amend({owner.now[0].number})
+        note(owner)
+        await take_over()
+        owner = await take_over()
+        await owner.amend(())
+        note(owner)
+        await owner.amend({kept.number for kept in owner.now})
+        note(owner)
+        await take_over()
+
+    run(work())
+    assert formats == [(1, None), *[(newest, members)] * 7, (1, None), (1, None)]
 
 
 @pytest.mark.parametrize(
