@@ -253,7 +253,11 @@ class DrainOwner:
             await self._owner.amend(())
 
     async def _send(self, entry: Entry) -> bool:
-        """Copy one checkpoint, and commit it in the bucket; return False if it was dropped meanwhile or is damaged."""
+        """Copy one checkpoint, and commit it in the bucket; return False if it was dropped meanwhile or is damaged.
+
+        Also if the run began meanwhile: its line may not name the checkpoint, which is chosen anew then.
+        """
+        line = self._disk.committed.line
         try:
             request = Upload(entry.counter, entry.step, self._owner.target, self._owner.adoptable)
             parts, members = await self._savers.upload(request)
@@ -265,9 +269,9 @@ class DrainOwner:
             write("drain_trouble", "step %d is not copied to %s: %s", entry.step, self._url, error, error=str(error))
             return False
         await self._owner.check(parts)
-        if entry.counter in self.dropped:
+        if entry.counter in self.dropped or line != self._disk.committed.line:
             return False
-        self._owner.line = self._disk.committed.line
+        self._owner.line = line
         if await self._owner.commit(parts, members):
             self._count += 1
         seconds, nbytes = self._lag(), sum(part.entry.nbytes for part in parts)

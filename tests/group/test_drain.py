@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import random
 import shutil
@@ -21,7 +22,9 @@ import torch
 
 from pccheck_async import Drain, FlatShard, Group, StorageOptions, SyncCheckpointEngine
 from pccheck_async.bucket import BucketMedium, CommitRecord, Kept, Objects, Owner, upload
+from pccheck_async.bucket.names import commit_number
 from pccheck_async.bucket.objects import Patient
+from pccheck_async.bucket.record import decode_commit
 from pccheck_async.engine import Draining, drain_owner
 from pccheck_async.engine import drain as draining
 from pccheck_async.errors import CheckpointError, NoCheckpointError
@@ -726,6 +729,78 @@ def test_a_checkpoint_whose_run_no_line_names_is_not_copied(
     assert "step 2 is not copied to lying://bucket: rank 1: " in caplog.text
     saved(tmp_path / "run", range(3, 4), keep_last=2)
     assert restored(tmp_path / "run", 2, of=2, keep_last=2) == [(3, "disk")] * 2
+
+
+def test_a_checkpoint_of_an_abandoned_branch_is_not_copied_under_another_runs_id(
+    tmp_path: Path, lying: LyingObjects
+) -> None:
+    """A link of a line covers counters that its run did not save; a restart would find two checkpoints with one."""
+    settings: dict[str, Any] = {"keep_last": 9, "in_bucket": 3, "closing": 0.05}
+    put = lying.put
+
+    async def fail(key: str, data: Any) -> None:
+        raise OSError(errno.EIO, "no answer")
+
+    def first(group: Group) -> None:
+        with engine_on(tmp_path / "run", group, **settings) as engine:
+            for step in (1, 2, 3):
+                engine.checkpoint(state_of(group, step), step=step).result(30)
+
+    def second(group: Group) -> None:
+        with engine_on(tmp_path / "run", group, **settings) as engine:
+            engine.restore(state_of(group, 0), step=1)
+            engine.checkpoint(state_of(group, 12), step=12).result(30)
+
+    def third(group: Group) -> None:
+        with engine_on(tmp_path / "run", group, **settings) as engine:
+            engine.restore(state_of(group, 0))
+            engine.reject(step=12)
+            barrier(group, tmp_path / "marks", "rejected")
+            lying.put = put  # type: ignore[method-assign]
+            until(lambda: steps_in(lying))
+            barrier(group, tmp_path / "marks", "copied")
+
+    lying.put = fail  # type: ignore[method-assign]
+    for work in (first, second, third):
+        on_ranks(2, work)
+    assert steps_in(lying) == [1]
+    assert restored(tmp_path / "run", 2, of=2, keep_last=9) == [(3, "disk")] * 2, "the disks have all of them"
+    shutil.rmtree(tmp_path / "run")
+    assert restored(tmp_path / "run", 2, of=2, keep_last=9) == [(1, "remote")] * 2
+
+
+def test_a_run_that_goes_back_while_a_checkpoint_is_copied(tmp_path: Path, lying: LyingObjects) -> None:
+    """The line of the new run does not name that checkpoint, and the one before it is over."""
+
+    def first(group: Group) -> None:
+        with engine_on(tmp_path / "run", group, keep_last=9, closing=0.05) as engine:
+            for step in (1, 2, 3):
+                engine.checkpoint(state_of(group, step), step=step).result(30)
+
+    def second(group: Group) -> None:
+        with engine_on(tmp_path / "run", group, keep_last=9, closing=0.05) as engine:
+            if group.rank == 0:
+                until(lambda: any(key.startswith("data/") for _, key in lying.requests[before:]))
+            barrier(group, tmp_path / "marks", "begun")
+            engine.restore(state_of(group, 0), step=1)
+            pending = engine.checkpoint(state_of(group, 12), step=12)
+            pending.result(30)
+            barrier(group, tmp_path / "marks", "saved")
+            goes_on.set()
+            pending.wait_reached("remote", 30)
+
+    goes_on, committed = held(lying), list[int]()
+    on_ranks(2, first)
+    before, create = len(lying.requests), lying.create
+
+    async def note(key: str, data: bytes) -> bool:
+        record = decode_commit(data, commit_number(key) or 0)
+        committed.extend(part.entry.step for part in record.parts[:1])
+        return await create(key, data)
+
+    lying.create = note  # type: ignore[method-assign]
+    on_ranks(2, second)
+    assert committed == [12]
 
 
 # -- the end
