@@ -169,6 +169,10 @@ class EngineParts:
         Cancellation: aborts the checkpoints in flight, waits for their operations, and closes.
         """
         began, ending, closer = time.monotonic(), None, asyncio.current_task()
+
+        def rest() -> float | None:
+            return None if deadline is None else max(_END_SECONDS, began + deadline - time.monotonic())
+
         try:
             self.peers.leaving()
             left = await self.scheduler.drain(deadline, last=True)
@@ -176,17 +180,14 @@ class EngineParts:
                 self._stop_publishing(0.1)
                 self.scheduler.give_up(left)  # the rest of their states may change from now on
                 return False, left
-            await self._save_unsaved(
-                None if deadline is None else max(_END_SECONDS, began + deadline - time.monotonic())
-            )
-            rest = None if deadline is None else max(_END_SECONDS, began + deadline - time.monotonic())
+            await self._save_unsaved(rest())
+            await self.peers.leave(rest())  # before the drain ends: checkpoints of others would wait for the bucket
             if self.drain is not None:
-                limits = [each for each in (rest, self.scheduler.seconds_left) if each is not None]
+                limits = [each for each in (rest(), self.scheduler.seconds_left) if each is not None]
                 await self.drain.close(min(limits, default=None))
-                rest = None if deadline is None else max(_END_SECONDS, began + deadline - time.monotonic())
-            await self.peers.leave(rest)
-            ending = asyncio.ensure_future(self._end(closer, rest))
-            await asyncio.wait((ending,), timeout=rest)
+            await self.peers.disconnect(rest())
+            ending = asyncio.ensure_future(self._end(closer, rest()))
+            await asyncio.wait((ending,), timeout=rest())
         except asyncio.CancelledError:
             await uninterrupted(self._cut_short(ending or self._end(closer)))
             raise

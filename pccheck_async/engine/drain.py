@@ -14,6 +14,7 @@ import errno
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from typing import Any
 
 from pccheck_async.bucket import (
     BucketMedium,
@@ -22,13 +23,14 @@ from pccheck_async.bucket import (
     Objects,
     Owner,
     PartName,
+    RefusedError,
     Upload,
     copies_of,
     open_objects,
     send_part,
 )
 from pccheck_async.engine.config import Drain
-from pccheck_async.engine.drain_owner import DrainOwner, Savers
+from pccheck_async.engine.drain_owner import DrainOwner, Savers, end_tasks
 from pccheck_async.engine.flight import Flight
 from pccheck_async.errors import CheckpointError, ReadError, StoreError
 from pccheck_async.format import Entry, Key, Line, Run
@@ -78,6 +80,7 @@ class Draining:
         self._dropped: set[int] = set()  # counters that were rejected or removed; none is used again
         self._drafts: tuple[int, int, dict[int, Draft]] = (-1, 0, {})
         self._lost = ""
+        self._sending: set[asyncio.Task[Any]] = set()
 
     @classmethod
     async def open(
@@ -281,8 +284,19 @@ class Draining:
         Parts that were sent before an error are not sent again.
 
         Raises DroppedMeanwhileError: it was replaced, removed or rejected; DamagedError, ReadError, WriteError,
-        RefusedError.
+        RefusedError, also once the drain has ended.
         """
+        if self._lost:
+            raise RefusedError("it is leaving")
+        task = asyncio.current_task()
+        assert task is not None
+        self._sending.add(task)
+        try:
+            return await self._send(request)
+        finally:
+            self._sending.discard(task)
+
+    async def _send(self, request: Upload) -> list[PartName]:
         counter, target, drafts = self._drafts
         if (counter, target) != (request.counter, request.target):  # else the owner has made no record since
             drafts = {}
@@ -306,8 +320,8 @@ class Draining:
     async def close(self, seconds: float | None) -> str:
         """Copy the newest checkpoint, and end; return which checkpoints are left, in words, also in the log.
 
-        Takes at most ``seconds``, and at most ``Drain.closing``; a process without the owner's half waits for the
-        process that has it, and uploads its parts meanwhile.
+        Takes at most ``seconds``, and at most ``Drain.closing``. A process without the owner's half waits for the
+        process that has it, and uploads its parts meanwhile, until the newest checkpoint is copied.
 
         Cancellation: ends at once.
         """
@@ -324,20 +338,30 @@ class Draining:
         return left
 
     async def _wait_for_owner(self, most: float) -> None:
+        began = asyncio.get_running_loop().time()
         for seconds, phases in ((min(most, _OWNER_SECONDS), [""]), (most, ["closing"])):
             with suppress(TimeoutError):
-                async with asyncio.timeout(seconds):
-                    while self.state.phase in phases and not self._lost:
+                async with asyncio.timeout_at(began + seconds):
+                    while self.state.phase in phases and not self._lost and self._is_behind:
                         self._changed.clear()
                         await self._changed.wait()
 
+    @property
+    def _is_behind(self) -> bool:
+        """Whether the newest checkpoint on disk is still to be copied."""
+        return any(entry.counter > max(self.newest, self.state.settled) for entry in self._savers.entries[:1])
+
     async def cancel(self, seconds: float | None = None) -> str:
-        """End the copying, in so many seconds at most; fail the flights that wait for a copy; return what is left."""
-        left = ""
+        """End the copying and the uploads, in so many seconds at most; return which checkpoints are left, in words.
+
+        Fails the flights that wait for a copy.
+        """
+        began, left = time.monotonic(), ""
         if self.owner is not None:
             left = await self.owner.cancel(seconds)
             self.learn(self.owner.state)  # the processes of a group may not have taken it in yet
         self.end(left or f"the drain to {self.url} was closed")
+        await end_tasks(self._sending, None if seconds is None else began + seconds - time.monotonic())
         return left
 
     def end(self, why: str) -> None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from pccheck_async.bucket import BucketState, Owner, PartName, Phase, RefusedError, Upload, copies_of
 from pccheck_async.engine.config import Drain
@@ -19,7 +19,7 @@ from pccheck_async.format import Entry
 from pccheck_async.store import DroppedMeanwhileError, Source, Store
 from pccheck_async.telemetry import write
 
-__all__ = ["DrainOwner", "Savers", "UploadedParts"]
+__all__ = ["DrainOwner", "Savers", "UploadedParts", "end_tasks"]
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 """Seconds between attempts while the bucket cannot be reached."""
@@ -27,6 +27,16 @@ _CANCEL_SECONDS = 0.2
 """Seconds between cancellations of the copying."""
 _DROPPED_SECONDS = 0.02
 """Seconds before the next attempt if a checkpoint was dropped on another rank, and this one does not know it yet."""
+
+
+async def end_tasks(tasks: Collection[asyncio.Task[Any]], seconds: float | None) -> None:
+    """Cancel tasks, and wait for their end, at most so many seconds."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            while running := [task for task in tasks if not task.done()]:
+                for task in running:
+                    task.cancel()  # again: a group of tasks that ends for another reason may lose it
+                await asyncio.wait(running, timeout=_CANCEL_SECONDS)
 
 
 class UploadedParts(NamedTuple):
@@ -311,11 +321,7 @@ class DrainOwner:
         """Cancel the copying, and wait for its end, at most so many seconds; return which checkpoints are left."""
         self._closing = True
         if self._task is not None:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(seconds):
-                    while not self._task.done():
-                        self._task.cancel()  # again: a group of tasks that ends for another reason may lose it
-                        await asyncio.wait((self._task,), timeout=_CANCEL_SECONDS)
+            await end_tasks([self._task], seconds)
         self._ended = True
         self._publish()
         return self._left

@@ -185,7 +185,13 @@ class Peers(ABC):
         """Called when the opening failed: the others need not wait for this one."""
 
     async def leave(self, seconds: float | None) -> None:
-        """Called when no more checkpoints come. ``seconds``: the most time that it may take; None: a default."""
+        """Called when no more checkpoints come, those in flight have ended, and the drain still uploads.
+
+        ``seconds``: the most time that it may take; None: a default.
+        """
+
+    async def disconnect(self, seconds: float | None) -> None:
+        """Called after :meth:`leave`, when nothing is uploaded any more. ``seconds`` is as there."""
 
     async def cut_short(self) -> None:
         """Called when closing is cancelled, maybe before :meth:`leave`: the others find out that this one is gone."""

@@ -39,6 +39,7 @@ from pccheck_async.group.messages import (
     KeptPart,
     Matched,
     Metadata,
+    NoMoreParts,
     Ok,
     Opened,
     Preempted,
@@ -163,8 +164,9 @@ class Coordinator:
 
     @property
     def remaining(self) -> list[int]:
-        """The ranks that have not said goodbye: rank 0 leaves, and its log ends, after them."""
-        return [rank for rank in range(self.world) if rank not in self._left]
+        """The ranks that have not said goodbye, or upload yet: rank 0 leaves, and its log ends, after them."""
+        gone = self._left.keys() if self.bucket is None else self._left.keys() & self.uploads.left
+        return [rank for rank in range(self.world) if rank not in gone]
 
     def awaited(self) -> dict[str, list[int]]:
         """Return the ranks that each open checkpoint or restore waits for; no timeout ends the waiting."""
@@ -203,9 +205,11 @@ class Coordinator:
             case Preempted() | Acknowledge():
                 return self.schedule.receive(message)
             case AskParts():
-                return self.uploads.begin(message, self._left)
+                return self.uploads.begin(message)
             case SentParts():
                 return self.uploads.receive(message)
+            case NoMoreParts():
+                return self.uploads.leave(message.rank)
             case BucketChanged():
                 self.bucket = message.state
                 return [InBucket(message.state)]
@@ -229,10 +233,9 @@ class Coordinator:
                 return self._receive_digests(message)
             case Goodbye():
                 self._left[message.rank] = message
-                uploads = self.uploads.leave(message.rank)
                 if self.broken is not None:
-                    return uploads
-                return [*uploads, *self._abort_what_lacks_ranks(), *self._end_rounds(message)]
+                    return []
+                return [*self._abort_what_lacks_ranks(), *self._end_rounds(message)]
 
     def _receive_about_memory(self, message: AnyMessage) -> list[AnyDecision]:
         if self.memory is None:

@@ -183,10 +183,3 @@ class GroupDrain:
         """Called when rank 0 is gone, or cannot be reached: nothing more is copied."""
         set_future(self._answer, GroupError(why))
         self.draining.end(why)
-
-    async def close(self) -> None:
-        """Cancel the uploads, and wait for their end."""
-        while self._sending:
-            for task in self._sending:
-                task.cancel()
-            await asyncio.wait(self._sending, timeout=0.2)  # again: a group of tasks may lose a cancellation

@@ -49,6 +49,7 @@ __all__ = [
     "Message",
     "Metadata",
     "Next",
+    "NoMoreParts",
     "NotRestored",
     "Ok",
     "Opened",
@@ -508,6 +509,10 @@ class PartsSent(GroupDecision, frozen=True):
     why: str = ""
 
 
+class NoMoreParts(Message, frozen=True):
+    """The rank uploads nothing more; rank 0 does not end its log before. Sent with a drain only, after the goodbye."""
+
+
 class BucketChanged(Message, frozen=True):
     """The state of rank 0's drain has changed."""
 
@@ -522,7 +527,7 @@ class InBucket(GroupDecision, frozen=True):
 
 _Message = (
     Hello | Found | Joined | Admitted | Ok | Digests | Failed | ChangeRequest | Goodbye | Preempted | Acknowledge
-    | RestoreRequest | Matched | Verified | Copied | AskParts | SentParts | BucketChanged
+    | RestoreRequest | Matched | Verified | Copied | AskParts | SentParts | NoMoreParts | BucketChanged
 )  # fmt: skip
 _Decision = (
     Roster | Opened | Refused | Start | Commit | Compare | Abort | Change | Broken | Next | Propose | Confirm | Withdraw

@@ -47,7 +47,7 @@ from pccheck_async.group.folder import domain_of, seen_store, wait_for_made
 from pccheck_async.group.group import Group
 from pccheck_async.group.member import Member
 from pccheck_async.group.memory import UNDECIDED, GroupMemory
-from pccheck_async.group.messages import AnyDecision, AnyMessage, BucketChanged, Failed, InMemory
+from pccheck_async.group.messages import AnyDecision, AnyMessage, BucketChanged, Failed, InMemory, NoMoreParts
 from pccheck_async.group.steps import Steps
 from pccheck_async.group.wire import Listener, local_address
 from pccheck_async.medium.files import Files
@@ -258,18 +258,19 @@ class Ranks(Peers):
             self._memory.driver.do(self._memory.driver.member.leave())
 
     async def leave(self, seconds: float | None) -> None:
-        """Apply all decisions, say goodbye, and on rank 0 wait for the others; at most ``seconds``."""
-        if not hasattr(self, "member"):
-            return
-        limit = _GOODBYE_SECONDS if seconds is None else seconds
-        if self._client is not None:
+        """Say goodbye, and apply all decisions; at most ``seconds``."""
+        if hasattr(self, "member") and self._client is not None:
             with suppress(TimeoutError):
-                async with asyncio.timeout(limit):
+                async with asyncio.timeout(_GOODBYE_SECONDS if seconds is None else seconds):
                     self._disk.do(self.member.leave())
                     await self._idle.wait()
                     while tasks := self._disk.tasks | (set() if self._memory is None else self._memory.driver.tasks):
                         await asyncio.wait(tasks)
-        await self._disconnect(limit)
+
+    async def disconnect(self, seconds: float | None) -> None:
+        """End the connection to rank 0, and on rank 0 wait for the others; at most ``seconds``."""
+        if hasattr(self, "member"):
+            await self._disconnect(_GOODBYE_SECONDS if seconds is None else seconds)
 
     async def cut_short(self) -> None:
         await self._disconnect(_LAST_WORDS_SECONDS)
@@ -286,7 +287,7 @@ class Ranks(Peers):
         for answer in self._disk.changes.values():
             set_future(answer, GroupError("this rank left before all ranks had asked for this change"))
         if self._drain is not None:
-            await uninterrupted(self._drain.close())
+            self._disk.around.post(NoMoreParts(self.member.rank))
         client, self._client = self._client, None
         if client is not None:
             await uninterrupted(self._call(client.close))

@@ -6,7 +6,6 @@ The upload ends when every rank has answered, also if some failed: the next one 
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import get_args
 
@@ -25,17 +24,19 @@ class LeadUploads:
         world: Number of ranks.
         running: The request that is under way; None: there is none.
         answers: The answers to it, by rank.
+        left: The ranks that upload nothing more.
     """
 
     world: int
     running: AskParts | None = None
     answers: dict[int, SentParts] = field(default_factory=dict)
+    left: set[int] = field(default_factory=set)
 
-    def begin(self, message: AskParts, left: Collection[int]) -> list[SendParts | PartsSent]:
-        """Take a request; return the decisions. The ranks that have ``left`` answer nothing."""
+    def begin(self, message: AskParts) -> list[SendParts | PartsSent]:
+        """Take a request; return the decisions."""
         self.running, self.answers = message, {}
         decisions: list[SendParts | PartsSent] = [SendParts(message.number, message.upload)]
-        for rank in left:
+        for rank in self.left:
             decisions += self.leave(rank)
         return decisions
 
@@ -47,7 +48,8 @@ class LeadUploads:
         return self._end() if len(self.answers) == self.world else []
 
     def leave(self, rank: int) -> list[PartsSent]:
-        """Called when a rank has left: it answers no more."""
+        """Called when a rank uploads nothing more: it answers no more."""
+        self.left.add(rank)
         if self.running is None:
             return []
         return self.receive(SentParts(rank, self.running.number, (), "refused", "it has left"))

@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -891,4 +892,97 @@ def test_a_rank_that_leaves_early_is_not_waited_for(
                 goes_on.set()
 
     on_ranks(2, work)
+    assert steps_in(lying) == []
+
+
+@pytest.mark.parametrize("raising", [0, 1])
+def test_a_rank_that_raises_fails_the_others_checkpoints_at_once(
+    tmp_path: Path, lying: LyingObjects, raising: int
+) -> None:
+    """And goes on sending its parts of those that are durable."""
+    goes_on = held(lying)
+
+    def work(group: Group) -> float:
+        took = 0.0
+        with suppress(ZeroDivisionError), engine_on(tmp_path / "run", group) as engine:
+            engine.checkpoint(state_of(group, 1), step=1).result(30)
+            barrier(group, tmp_path / "marks", "saved")
+            if group.rank == raising:
+                raise ZeroDivisionError
+            start = time.monotonic()
+            try:
+                with pytest.raises(CheckpointError, match=f"rank {raising} left before"):
+                    engine.checkpoint(state_of(group, 2), step=2).result(10)
+            finally:
+                goes_on.set()
+            took = time.monotonic() - start
+        return took
+
+    assert max(on_ranks(2, work)) < 10
+    assert steps_in(lying) == [1]
+
+
+def test_a_rank_leaves_at_once_when_all_is_copied(tmp_path: Path, lying: LyingObjects) -> None:
+    def work(group: Group) -> float:
+        with engine_on(tmp_path / "run", group) as engine:
+            save(engine, group, 1)
+            barrier(group, tmp_path / "marks", "saved")
+            start = time.monotonic()
+            if group.rank == 0:
+                wait_for(tmp_path / "left")
+        (tmp_path / "left").touch()
+        return time.monotonic() - start
+
+    assert max(on_ranks(2, work)) < 10
+
+
+def test_closing_waits_for_the_owner_with_one_deadline(tmp_path: Path, lying: LyingObjects) -> None:
+    goes_on = held(lying)
+
+    def work(group: Group) -> float:
+        engine = engine_on(tmp_path / "run", group).open()
+        engine.checkpoint(state_of(group, 1), step=1).result(30)
+        barrier(group, tmp_path / "marks", "saved")
+        start = time.monotonic()
+        if group.rank == 0:
+            time.sleep(3.5)
+            engine.close()
+            return 0.0
+        engine.close(deadline=4)
+        goes_on.set()
+        return time.monotonic() - start
+
+    assert max(on_ranks(2, work)) < 6.5
+
+
+def test_closing_has_a_limit_though_a_request_does_not_end(tmp_path: Path, lying: LyingObjects) -> None:
+    ends, put = threading.Event(), lying.put
+
+    async def stuck(key: str, data: Any) -> None:
+        while "/00001/" in key and not ends.is_set():
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.01)
+        await put(key, data)
+
+    lying.put = stuck  # type: ignore[method-assign]
+
+    def work(group: Group) -> float:
+        engine = engine_on(tmp_path / "run", group, closing=1).open()
+        engine.checkpoint(state_of(group, 1), step=1).result(30)
+        barrier(group, tmp_path / "marks", "saved")
+        start = time.monotonic()
+        if group.rank == 1:
+            with pytest.raises(CheckpointError, match="gave up after 2 s"):
+                engine.close(deadline=2)
+        else:
+            engine.close(deadline=2)
+        return time.monotonic() - start
+
+    timer = threading.Timer(20, ends.set)
+    timer.start()
+    try:
+        assert max(on_ranks(2, work)) < 12
+    finally:
+        timer.cancel()
+        ends.set()
     assert steps_in(lying) == []

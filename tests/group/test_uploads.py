@@ -19,6 +19,7 @@ from pccheck_async.group.messages import (
     Goodbye,
     Hello,
     InBucket,
+    NoMoreParts,
     NotRestored,
     Opened,
     PartsSent,
@@ -55,7 +56,7 @@ def sent(rank: int, number: int = 0, failed: UploadFailure = "", why: str = "") 
 
 def test_an_upload_ends_when_every_rank_has_answered() -> None:
     lead = LeadUploads(3)
-    assert lead.begin(AskParts(0, 0, UPLOAD), ()) == [SendParts(0, UPLOAD)]
+    assert lead.begin(AskParts(0, 0, UPLOAD)) == [SendParts(0, UPLOAD)]
     assert lead.receive(sent(2)) == []
     assert lead.receive(sent(2)) == [], "once more"
     assert lead.receive(sent(0)) == []
@@ -65,8 +66,8 @@ def test_an_upload_ends_when_every_rank_has_answered() -> None:
 
 def test_answers_to_an_earlier_request_count_for_nothing() -> None:
     lead = LeadUploads(2)
-    lead.begin(AskParts(0, 0, UPLOAD), ())
-    lead.begin(AskParts(0, 1, UPLOAD), ())
+    lead.begin(AskParts(0, 0, UPLOAD))
+    lead.begin(AskParts(0, 1, UPLOAD))
     assert lead.receive(sent(0, 0)) == lead.receive(sent(1, 0)) == []
     assert lead.receive(sent(0, 1)) == []
     assert lead.receive(sent(1, 1)) == [PartsSent(1, (part(0), part(1)))]
@@ -74,7 +75,7 @@ def test_answers_to_an_earlier_request_count_for_nothing() -> None:
 
 def test_damage_comes_before_other_trouble_and_all_are_waited_for() -> None:
     lead = LeadUploads(3)
-    lead.begin(AskParts(0, 0, UPLOAD), ())
+    lead.begin(AskParts(0, 0, UPLOAD))
     assert lead.receive(sent(0, 0, "failed", "no answer")) == [], "the others may be sending yet"
     assert lead.receive(sent(2, 0, "damaged", "chunk 3")) == []
     assert lead.receive(sent(1)) == [PartsSent(0, (), "damaged", "rank 2: chunk 3")]
@@ -84,11 +85,25 @@ def test_a_rank_that_left_is_not_waited_for() -> None:
     coordinator = Coordinator(2, Retention(), 1)
     coordinator.receive(AskParts(0, 0, UPLOAD))
     assert coordinator.receive(sent(0)) == []
-    left = coordinator.receive(Goodbye(1, -1, None))
+    assert coordinator.receive(Goodbye(1, -1, None)) == [], "it says so to the checkpoints first"
+    left = coordinator.receive(NoMoreParts(1))
     assert left == [PartsSent(0, (), "refused", "rank 1: it has left")]
     later = coordinator.receive(AskParts(0, 1, UPLOAD))
     assert list(later) == [SendParts(1, UPLOAD)]
     assert coordinator.receive(sent(0, 1)) == [PartsSent(1, (), "refused", "rank 1: it has left")]
+
+
+def test_rank_0_waits_for_the_uploads_of_ranks_that_have_said_goodbye() -> None:
+    coordinator = Coordinator(2, Retention(), 1)
+    coordinator.receive(Goodbye(1, -1, None))
+    assert coordinator.remaining == [0], "there is no drain"
+    coordinator.receive(BucketChanged(0, BucketState()))
+    assert coordinator.remaining == [0, 1]
+    coordinator.receive(NoMoreParts(0))
+    coordinator.receive(NoMoreParts(1))
+    assert coordinator.remaining == [0]
+    coordinator.receive(Goodbye(0, -1, None))
+    assert coordinator.remaining == []
 
 
 def test_slow_ranks_are_named() -> None:
