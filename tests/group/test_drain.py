@@ -955,18 +955,21 @@ def test_closing_waits_for_the_owner_with_one_deadline(tmp_path: Path, lying: Ly
     assert max(on_ranks(2, work)) < 6.5
 
 
-def test_closing_has_a_limit_though_a_request_does_not_end(tmp_path: Path, lying: LyingObjects) -> None:
-    ends, put = threading.Event(), lying.put
+def test_closing_has_a_limit_though_a_request_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    objects = LyingObjects(FolderOfObjects(tmp_path / "bucket"))
+    monkeypatch.setattr(draining, "open_objects", lambda *_, **__: objects)
+    put = objects.put
 
     async def stuck(key: str, data: Any) -> None:
-        while "/00001/" in key and not ends.is_set():
+        end = time.monotonic() + 20
+        while "/00001/" in key and time.monotonic() < end:
             with suppress(asyncio.CancelledError):
                 await asyncio.sleep(0.01)
         await put(key, data)
 
-    lying.put = stuck  # type: ignore[method-assign]
+    objects.put = stuck  # type: ignore[method-assign]
 
-    def work(group: Group) -> float:
+    def work(group: Group) -> float:  # in processes: threads of an engine that gave up stay
         engine = engine_on(tmp_path / "run", group, closing=1).open()
         engine.checkpoint(state_of(group, 1), step=1).result(30)
         barrier(group, tmp_path / "marks", "saved")
@@ -978,11 +981,5 @@ def test_closing_has_a_limit_though_a_request_does_not_end(tmp_path: Path, lying
             engine.close(deadline=2)
         return time.monotonic() - start
 
-    timer = threading.Timer(20, ends.set)
-    timer.start()
-    try:
-        assert max(on_ranks(2, work)) < 12
-    finally:
-        timer.cancel()
-        ends.set()
-    assert steps_in(lying) == []
+    assert max(run_ranks(2, work)) < 12
+    assert steps_in(objects) == []
