@@ -5,7 +5,9 @@ Ranks put messages into an inbox, rank 0 puts decisions into a log, and all rank
 
     in                 the number of messages posted (``add``)
     in/<i>             message i; rank 0 deletes it when it has read it
-    out/<rank>/<n>     decision n, for this rank, which deletes it; "@": it is large, and lies in ``large/<n>``
+    out/<rank>/<n>     decision n, for this rank, which deletes it; "@" and the number of ranks: it is large
+    large/<n>          decision n, for all ranks; the last one that has read it deletes it
+    large/<n>/read     the number of ranks that have read it (``add``)
 
 The store is the group's own, never that of the default process group, and no collective is called: a trainer's thread
 may be inside one. A client of a ``TCPStore`` does one operation at a time, so each waiting thread has a client of its
@@ -208,7 +210,7 @@ class Server(Meeting):
             data, number = encode(decision), self._published
             if len(data) > _SMALL_BYTES:
                 self._log.set(f"large/{number}", data)  # type: ignore[arg-type]
-                data = b"@"
+                data = b"@%d" % self._world
             keys = [f"out/{rank}/{number}" for rank in range(self._world)]
             self._log.multi_set(keys, [data] * self._world)  # type: ignore[attr-defined]
             self._published += 1
@@ -327,13 +329,20 @@ class Client:
             if self._closing:
                 return
             self._log.delete_key(self._key(self._learned))
-            if data == b"@":
-                large = f"large/{self._learned}"
-                if not self._log.check([large]):  # rank 0 puts it there first
-                    raise msgspec.DecodeError(f"{large} is not there")
-                data = self._log.get(large)
+            if data.startswith(b"@"):
+                data = self._read_large(f"large/{self._learned}", data[1:])
             self._learned += 1
             self._learn(decode_decision(data))
+
+    def _read_large(self, key: str, readers: bytes) -> bytes:
+        """Read a large decision; the last of its ``readers`` deletes it."""
+        if not self._log.check([key]):  # rank 0 puts it there first
+            raise msgspec.DecodeError(f"{key} is not there")
+        data: bytes = self._log.get(key)
+        if b"%d" % self._log.add(f"{key}/read", 1) == readers:
+            self._log.delete_key(key)
+            self._log.delete_key(f"{key}/read")
+        return data
 
 
 def _start(threads: Sequence[threading.Thread], stop: Callable[[], object]) -> None:

@@ -123,6 +123,21 @@ def test_a_decision_that_rank_0_did_not_publish_is_told_and_closing_ends(data: b
         assert "a decision cannot be read" in it.lost.get(timeout=SECONDS)
 
 
+def test_large_decisions_are_deleted_once_all_ranks_have_read_them() -> None:
+    """Rank 0 publishes one for each copy in a bucket: its memory would grow for as long as the run goes on."""
+    with plane() as it:
+        learned: queue.SimpleQueue[AnyDecision] = queue.SimpleQueue()
+        other = Client(it.server.address, 1, learned.put, it.lost.put)
+        keys = list[int]()
+        for number in range(5):
+            large = Broken("x" * 5000, number)
+            it.server.decide(lambda _, large=large: [large])  # type: ignore[misc]
+            assert [each.get(timeout=SECONDS) for each in (it.learned, learned)] == [large, large]
+            keys.append(it.store.num_keys())
+        other.close()
+    assert keys[-1] <= keys[0] + 1, keys
+
+
 # -- a machine that lacks threads or descriptors
 
 
