@@ -54,6 +54,7 @@ class Draining:
 
     Attributes:
         drain: The settings.
+        objects: The objects under the prefix.
         opened: The bucket as a medium, which looks like a folder of stores.
         state: What is in the bucket, as its owner published it last.
         owner: The owner's half; None if another process has it.
@@ -98,6 +99,9 @@ class Draining:
     ) -> Draining:
         """Open the bucket; if this process ``owns`` it, take it over: other runs cannot commit there any more.
 
+        In a group all disks decide which checkpoints there are valid, once the ranks have met: a group that is refused
+        then has ended the drain of the run before.
+
         Raises StoreError: the bucket is of another branch than the disk, and not to be overwritten; StoreLockedError:
         another run takes it over at the same time; RefusedError, ReadError, WriteError.
         """
@@ -107,8 +111,7 @@ class Draining:
         draining._savers, draining._begun = savers, of_group  # a group sets the line of all its stores
         if not owns:
             return draining
-        entries = disk.committed.entries
-        newest = entries[0] if entries else None
+        newest = None if of_group else next(iter(disk.committed.entries), None)
 
         def check(state: BucketState) -> None:
             trouble = state.trouble_beside(line, newest, path, objects.url, of_group=of_group)
@@ -130,10 +133,13 @@ class Draining:
         await owner.take_over()
         draining.owner = half = DrainOwner(drain, path, owner, disk, savers, lambda: draining.lag)
         check(half.state)
-        draining.adopt(half.state.beside(line, None if newest is None else newest.counter, of_group=of_group))
+        half.dropped = draining._dropped
+        if of_group:
+            draining.adopt(half.state)
+            return draining
+        draining.adopt(half.state.beside(line, None if newest is None else newest.counter, of_group=False))
         draining._base = max(draining._base, draining.newest)
         draining._dropped |= {entry.counter for entry in disk.committed.record.entries if entry.rejected}
-        half.dropped = draining._dropped
         return draining
 
     def adopt(self, state: BucketState) -> None:
@@ -320,7 +326,8 @@ class Draining:
     async def close(self, seconds: float | None) -> str:
         """Copy the newest checkpoint, and end; return which checkpoints are left, in words, also in the log.
 
-        Takes at most ``seconds``, and at most ``Drain.closing``. A process without the owner's half waits for the
+        Copies for at most ``seconds``, and at most ``Drain.closing``; ending requests may take a second more, and
+        without ``seconds`` as long as they take. A process without the owner's half waits for the
         process that has it, and uploads its parts meanwhile, until the newest checkpoint is copied.
 
         Cancellation: ends at once.

@@ -12,7 +12,7 @@ import errno
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from pccheck_async.bucket import RefusedError, Upload
+from pccheck_async.bucket import BucketState, RefusedError, Upload
 from pccheck_async.engine import Draining, UploadedParts
 from pccheck_async.errors import CheckpointError, DamagedError, GroupError, ReadError, WriteError
 from pccheck_async.format import Key, Line
@@ -23,6 +23,7 @@ from pccheck_async.group.messages import (
     Change,
     Commit,
     InBucket,
+    Opened,
     PartsSent,
     SendParts,
     SentParts,
@@ -31,7 +32,7 @@ from pccheck_async.group.messages import (
 )
 from pccheck_async.group.parts import link_to
 from pccheck_async.group.tiers import set_line
-from pccheck_async.group.view import Complete, FoundBucket
+from pccheck_async.group.view import Complete, FoundBucket, View
 from pccheck_async.store import DroppedMeanwhileError, FolderPart, OwnSlot, Source, rank_name, ranks_in_words
 
 __all__ = ["GroupDrain"]
@@ -65,13 +66,10 @@ class GroupDrain:
         draining = self.draining
         return None if draining.owner is None else FoundBucket(draining.state, path, draining.url, overwrite)
 
-    def open(self) -> None:
-        """Take over what the ranks agreed on. Called when the group is open."""
-        member, store = self.disk.member, self.disk.store
-        assert member.view is not None
-        assert member.bucket is not None
-        store.committed.line = member.view.line  # until this run writes its own
-        self.draining.adopt(member.bucket)
+    def _open(self, view: View, bucket: BucketState) -> None:
+        """Take over what the ranks agreed on, in the order of the log: later decisions change it."""
+        self.disk.store.committed.line = view.line  # until this run writes its own
+        self.draining.adopt(bucket)
         self.draining.note_dropped(one.entry.counter for one in self.complete if one.entry.rejected)
 
     @property
@@ -104,6 +102,8 @@ class GroupDrain:
                 task.add_done_callback(self._sending.discard)
             case PartsSent() if decision.number == self._number:
                 set_future(self._answer, decision)
+            case Opened(view, _, bucket) if bucket is not None:
+                self._open(view, bucket)
             case InBucket(state):
                 self.draining.learn(state)
             case Start():

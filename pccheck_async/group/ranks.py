@@ -177,8 +177,6 @@ class Ranks(Peers):
         self._said_hello, host = True, socket.gethostname()
         disk.do(member.hello(domain=domain, host=host, settings=_settings(folder, config, group)))
         await disk.ready
-        if self._drain is not None:
-            self._drain.open()
         if memory is not None:
             self._memory = GroupMemory(memory, disk, around, self._steps, self._server, operations, self._listener)
             self._memory.note_stopped(member.stopped)  # the group may have broken before there was anything to stop
@@ -328,7 +326,7 @@ class Ranks(Peers):
                 actions = driver.learn(decision)
                 self._steps.changed.notify_all()
             driver.do(actions)
-            if self._drain is not None:
+            if self._drain is not None and driver is self._disk:
                 self._drain.learn(decision)
         except Exception as error:  # noqa: BLE001 - else its waiting callers wait for ever
             name = type(decision).__name__

@@ -30,6 +30,8 @@ from pccheck_async.engine import Draining, drain_owner
 from pccheck_async.engine import drain as draining
 from pccheck_async.errors import CheckpointError, NoCheckpointError
 from pccheck_async.group.drain import GroupDrain
+from pccheck_async.group.messages import AnyDecision, Opened
+from pccheck_async.group.ranks import Ranks
 from pccheck_async.store import Source
 from pccheck_async.testing.probe import probe
 from tests.support.lying_objects import FolderOfObjects, LyingObjects
@@ -615,6 +617,41 @@ def test_a_rejection_is_followed_after_a_crash(tmp_path: Path, lying: LyingObjec
     on_ranks(2, second)
 
 
+def test_the_state_of_the_bucket_is_not_set_back_at_the_opening(
+    tmp_path: Path, lying: LyingObjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 is slow, and learns that the group is open together with the first change in the bucket."""
+    learn = Ranks._learn
+
+    def slow(self: Ranks, decision: AnyDecision) -> None:
+        if isinstance(decision, Opened) and self.group.rank == 1:
+            waiting = threading.Thread(target=until, args=(lambda: steps_in(lying) == [1], 10))  # it runs a loop
+            waiting.start()
+            waiting.join()
+            time.sleep(0.3)
+        learn(self, decision)
+
+    def first(group: Group) -> None:
+        with engine_on(tmp_path / "run", group, keep_last=4, in_bucket=4, closing=0.05) as engine:
+            for step in (1, 2):
+                save(engine, group, step)
+            barrier(group, tmp_path / "marks", "saved")
+            lying.lies = {"vanished"}
+            engine.reject(step=2)
+
+    def second(group: Group) -> list[int]:
+        with engine_on(tmp_path / "run", group, keep_last=4, in_bucket=4) as engine:
+            barrier(group, tmp_path / "marks", "open")
+            drain = probe(engine).core.assembly.drain
+            assert drain is not None
+            return [copy.entry.step for copy in drain.state.copies]
+
+    on_ranks(2, first)
+    lying.lies = set()
+    monkeypatch.setattr(Ranks, "_learn", slow)
+    assert on_ranks(2, second) == [[1], [1]]
+
+
 # -- other branches
 
 
@@ -655,6 +692,25 @@ def test_a_disk_and_a_bucket_of_different_branches_are_named_on_all_ranks(
     on_ranks(2, overwriting)
     assert steps_in(lying) == [10]
     assert restored(tmp_path / "two", 2, of=2) == [(10, "disk")] * 2
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_old_image_of_any_ranks_folder_is_passed_over(tmp_path: Path, lying: LyingObjects, rank: int) -> None:
+    """The newest line of all disks decides: rank 0's folder alone may be of a branch that was left."""
+    saved(tmp_path / "run", range(1, 4), keep_last=3)
+    folder = tmp_path / "run" / f"rank-0000{rank}"
+    shutil.copytree(folder, tmp_path / "image")
+
+    def back(group: Group) -> None:
+        with engine_on(tmp_path / "run", group, keep_last=3, overwrite=True) as engine:
+            engine.restore(state_of(group, 0), step=1)
+            save(engine, group, 4)
+
+    on_ranks(2, back)
+    shutil.rmtree(folder)
+    shutil.copytree(tmp_path / "image", folder)
+    sources = ["remote" if each == rank else "disk" for each in range(2)]
+    assert restored(tmp_path / "run", 2, of=2, keep_last=3) == [(4, source) for source in sources]
 
 
 def test_a_run_that_went_back_restarts_after_a_crash(tmp_path: Path, lying: LyingObjects) -> None:
