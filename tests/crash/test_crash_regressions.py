@@ -311,7 +311,7 @@ def begin_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Store, "commit", with_line)
 
 
-def test_a_line_before_the_first_commit_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.campaign) for seed in (1, 2))])
+def test_a_line_before_the_first_commit_costs_nothing(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     begin_lines(monkeypatch)
-    for seed in range(3):
-        assert not explore(dataclasses.replace(LINED, seed=seed)).violations
+    assert not explore(dataclasses.replace(LINED, seed=seed)).violations

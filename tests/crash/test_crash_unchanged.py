@@ -83,7 +83,8 @@ def scenario(max_in_flight: int, keep_last: int, seed: int, wrap: Callable[[Medi
 
 
 @pytest.mark.parametrize(
-    ("max_in_flight", "keep_last", "seed"), [(1, 1, 0), (2, 1, 1), pytest.param(4, 3, 2, marks=pytest.mark.campaign)]
+    ("max_in_flight", "keep_last", "seed"),
+    [(1, 1, 0), *(pytest.param(*each, marks=pytest.mark.campaign) for each in [(2, 1, 1), (4, 3, 2)])],
 )
 def test_no_crash_breaks_a_promise(max_in_flight: int, keep_last: int, seed: int, unchanged: Counter[str]) -> None:
     findings = explore(dataclasses.replace(scenario(max_in_flight, keep_last, seed), states=STATES))

@@ -113,11 +113,12 @@ def scripts(tmp_path: Path) -> Any:
     return make
 
 
-def test_fsdp_whose_ranks_are_killed(scripts: Any) -> None:
+@pytest.mark.parametrize("kills", [1, pytest.param(2, marks=pytest.mark.campaign)])
+def test_fsdp_whose_ranks_are_killed(scripts: Any, kills: int) -> None:
     once, killed = scripts("fsdp.py")
     finish(once)
     run, choice = killed.parent / "run", random.Random(0)
-    for _ in range(2):
+    for _ in range(kills):
         kill(ranks(killed), run, max(steps(run), default=0) + choice.randint(1, 30))
     finish(killed)
     assert steps(run) == [99]

@@ -38,10 +38,10 @@ def test_killed_at_every_step_of_a_commit(tmp_path: Path, nodes: tuple[int, ...]
 @pytest.mark.parametrize(
     ("nodes", "after"),
     [
-        ((0, 0), True),
-        ((0, 1, 1), False),
-        pytest.param((0, 0), False, marks=pytest.mark.campaign),
-        pytest.param((0, 1, 1), True, marks=pytest.mark.campaign),
+        pytest.param((0, 1, 1), False, id="two hosts, before"),
+        pytest.param((0, 0), True, id="one host, after", marks=pytest.mark.campaign),
+        pytest.param((0, 0), False, id="one host, before", marks=pytest.mark.campaign),
+        pytest.param((0, 1, 1), True, id="two hosts, after", marks=pytest.mark.campaign),
     ],
 )
 def test_killed_at_every_step_of_a_commit_in_memory(

@@ -189,8 +189,14 @@ def part_of(memory: MemoryTier, rank: int) -> Path:
 # -- a restart
 
 
-@SIZES
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("world", "elements"),
+    [
+        (1, 500),
+        (2, 300_000),
+        *(pytest.param(*each, marks=pytest.mark.campaign) for each in [(1, 300_000), (2, 500), (4, 500), (4, 300_000)]),
+    ],
+)
 def test_killed_ranks_go_on_from_memory(tmp_path: Path, tier: MemoryTier, elements: int, world: int) -> None:
     go_on = partial(train, tmp_path, tier, elements=elements, world=world)
     assert go_on(range(8), on_disk=range(3, 5)) == [(-1, "none")] * world

@@ -692,10 +692,10 @@ def test_a_job_goes_on_with_other_hosts_and_ranks(hosts: Callable[..., Hosts], w
 @pytest.mark.parametrize(
     ("places", "replicas"),
     [
-        ([0, 1, 2, 3], 2),
-        ([0, 0, 1, 2], 1),
-        pytest.param([0, 1, 2, 3], 1, marks=pytest.mark.campaign),
-        pytest.param([0, 0, 1, 2], 2, marks=pytest.mark.campaign),
+        pytest.param([0, 1, 2, 3], 2, id="four hosts, two copies"),
+        pytest.param([0, 0, 1, 2], 1, id="three hosts, one copy"),
+        pytest.param([0, 1, 2, 3], 1, id="four hosts, one copy", marks=pytest.mark.campaign),
+        pytest.param([0, 0, 1, 2], 2, id="three hosts, two copies", marks=pytest.mark.campaign),
     ],
 )
 def test_what_survives_is_what_the_placement_says(

@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,9 @@ def state_of(step: int) -> dict[str, Any]:
     return {"model": {"weights": weights, "tied": weights}, EVIL: EVIL, "step": step, "[bold]": torch.ones(2)}
 
 
+LOST = ["slot-002", "commit", "store.json"]
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store of steps 1, 2 and 3 that nobody changes."""
@@ -74,8 +78,17 @@ def save(path: Path, *steps: int) -> None:
             engine.checkpoint(state_of(step), step=step, metadata=metadata).result(60)
 
 
-@pytest.mark.parametrize("regions", [(), (0,), (0, 1), (2, 3), (0, 1, 2, 3)])
-@pytest.mark.parametrize("lost", ["", "slot-002", "commit", "store.json"])
+@pytest.mark.parametrize(
+    ("lost", "regions"),
+    [
+        *(("", regions) for regions in [(), (0,), (0, 1), (2, 3), (0, 1, 2, 3)]),
+        *((lost, ()) for lost in LOST),
+        *(
+            pytest.param(*each, marks=pytest.mark.campaign)
+            for each in product(LOST, [(0,), (0, 1), (2, 3), (0, 1, 2, 3)])
+        ),
+    ],
+)
 def test_commands_in_messages_name_the_folder_as_a_shell_takes_it(store: Path, regions: tuple[int], lost: str) -> None:
     path, said = store.rename(store.parent / "my run's"), ""
     for region in regions:
