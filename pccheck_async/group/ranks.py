@@ -256,7 +256,7 @@ class Ranks(Peers):
             self._memory.driver.do(self._memory.driver.member.leave())
 
     async def leave(self, seconds: float | None) -> None:
-        """Say goodbye, and apply all decisions; at most ``seconds``."""
+        """Announce that this rank leaves, and apply all decisions so far, for at most ``seconds``."""
         if hasattr(self, "member") and self._client is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_GOODBYE_SECONDS if seconds is None else seconds):
