@@ -20,7 +20,7 @@ import torch
 
 from pccheck_async.engine.assembly import EngineParts
 from pccheck_async.engine.caller import Caller, block_on
-from pccheck_async.engine.capture import StateReader
+from pccheck_async.engine.capture import Capture, StateReader
 from pccheck_async.engine.config import EngineConfig
 from pccheck_async.engine.flight import Flight, Promise, Waiting
 from pccheck_async.engine.in_flight import InFlight
@@ -409,17 +409,74 @@ class EngineCore:
         Returns:
             The checkpoint, and the ``time.perf_counter()`` at which the call began, for ``in_flight.note_waited``.
         """
-        if tier != "disk":
-            check_tier(tier)
-        counter = self.in_flight.counter
+        start, before = time.perf_counter(), self.in_flight.counter
+        skipped: PendingCheckpoint | None = None
+        capture: Capture | None = None
+        flight: Flight | None = None
+        taken = False
         try:
-            if tier == "memory" and self.config.memory is None:
-                raise ValueError('tier="memory" needs an engine with memory=MemoryTier(...)')
             check_outermost(state)
-            return self._start(state, step, metadata, name=name, replace=replace, overlap=overlap, last=last, tier=tier)
+            if tier != "disk":
+                self._check_tier(tier)
+            assembly = self.check_alive()
+            if not (last := self.training.before_checkpoint(state) or last):
+                self.in_flight.raise_untold()
+            step = None if step is None else new_step(step)
+            self.check_restored(step)
+            name = None if name is None else check_name(name)
+            plain = check_metadata(metadata or {}, name) if metadata or name is not None else {}
+            last = last or tier == "memory"  # which takes no place
+            if (skipped := self._find_place(step, name, replace=replace, last=last)) is not None:
+                return skipped, start
+            capture = self.captures.start(
+                state,
+                assembly.backend,
+                self.guard.optimizers if overlap else None,
+                check_bytes=self.config.storage.check_captures,
+                inline=assembly.inline_captures,
+                number=before + 1,
+            )
+            state_seconds = time.perf_counter() - start
+            with self.in_flight.lock, _Admission(self, step, tier):
+                self.check_alive()
+                others = self.in_flight.counter != before  # were admitted meanwhile
+                if others and (skipped := self._find_place(step, name, replace=replace, last=last)) is not None:
+                    return skipped, start
+                # The counter is used up before the scheduler gets the checkpoint: else, after an interrupt in between,
+                # two checkpoints would have it.
+                flight = self.in_flight.add(step, name, state_seconds, on_disk=tier == "disk")
+                self._unrestored = []
+                if assembly.publisher is not None:
+                    assembly.publisher.start()
+                overlapped = None if capture.lazy is None else self.guard.watch(flight, capture.lazy)
+                job = Job(flight, capture, plain, overlapped, self.stream.trace, assembly.memory is not None)
+                # Set before the scheduler takes the capture: a buffer that is lost by an interrupt in between does no
+                # harm, one that is given back twice does.
+                taken = True
+                taken = self.loop.post(assembly.scheduler.start, job)
+                if not taken:
+                    raise ClosedError(f"the engine of {self.path} is closed")
+                # A checkpoint that waits for its turn keeps its caller waiting, too: else checkpoints would pile up.
+                if capture.inline is not None and len(self.in_flight) <= self.config.max_in_flight:
+                    flight.set_captured()
         except BaseException as error:
-            self.fail_checkpoint(step, error, after=counter, tier=tier)
+            if flight is not None:  # a KeyboardInterrupt: the caller may change the state without waiting
+                block_on(self, self.abort, flight)
+                self.in_flight.withdraw(flight)
+            self.fail_checkpoint(step, error, after=before, tier=tier)
             raise
+        finally:
+            if capture is not None and not taken:  # skipped after all, or the engine was closed meanwhile
+                capture.release()
+            if skipped is not None:
+                self.in_flight.tell_skipped(skipped, step)
+        self.metric.note_save(metadata or {}, lambda: self.infos)  # without the lock: handlers of the log are user code
+        return PendingCheckpoint(flight), start
+
+    def _check_tier(self, tier: Tier) -> None:
+        check_tier(tier)
+        if tier == "memory" and self.config.memory is None:
+            raise ValueError('tier="memory" needs an engine with memory=MemoryTier(...)')
 
     def fail_checkpoint(
         self, step: int | None, error: BaseException, *, after: int | None = None, tier: Tier = "disk"
@@ -458,82 +515,6 @@ class EngineCore:
         """Why no checkpoint of this opening can succeed any more; None while they can."""
         failure = self.assembly.store.latch.failure
         return self.peers.stopped or (None if failure is None else str(failure))
-
-    def _start(
-        self,
-        state: Mapping[str, Any],
-        step: int | None,
-        metadata: Metadata | None,
-        *,
-        name: str | None,
-        replace: bool,
-        overlap: bool,
-        last: bool,
-        tier: Tier,
-    ) -> tuple[PendingCheckpoint, float]:
-        start = time.perf_counter()
-        assembly = self.check_alive()
-        last = self.training.before_checkpoint(state) or last
-        if not last:
-            self.in_flight.raise_untold()
-        step = None if step is None else new_step(step)
-        self.check_restored(step)
-        name = None if name is None else check_name(name)
-        plain = check_metadata(metadata or {}, name) if metadata or name is not None else {}
-        last = last or tier == "memory"  # which takes no place
-        before = self.in_flight.counter
-        skipped = self._find_place(step, name, replace=replace, last=last)
-        if skipped is not None:
-            self.in_flight.tell_skipped(skipped, step)
-            return skipped, start
-        capture = self.captures.start(
-            state,
-            assembly.backend,
-            self.guard.optimizers if overlap else None,
-            check_bytes=self.config.storage.check_captures,
-            inline=assembly.inline_captures,
-            number=before + 1,
-        )
-        state_seconds = time.perf_counter() - start
-        flight: Flight | None = None
-        taken = False
-        try:
-            with self.in_flight.lock, _Admission(self, step, tier):
-                self.check_alive()
-                if self.in_flight.counter != before:  # others were admitted meanwhile
-                    skipped = self._find_place(step, name, replace=replace, last=last)
-                    if skipped is not None:
-                        return skipped, start
-                # A checkpoint that waits for its turn keeps its caller waiting, too: else checkpoints would pile up.
-                returns_at_once = capture.inline is not None and len(self.in_flight) < self.config.max_in_flight
-                # The counter is used up before the scheduler gets the checkpoint: else, after an interrupt in between,
-                # two checkpoints would have it.
-                flight = self.in_flight.add(step, name, state_seconds, on_disk=tier == "disk")
-                self._unrestored = []
-                if assembly.publisher is not None:
-                    assembly.publisher.start()
-                overlapped = None if capture.lazy is None else self.guard.watch(flight, capture.lazy)
-                job = Job(flight, capture, plain, overlapped, self.stream.trace, assembly.memory is not None)
-                # Set before the scheduler takes the capture: a buffer that is lost by an interrupt in between does no
-                # harm, one that is given back twice does.
-                taken = True
-                taken = self.loop.post(assembly.scheduler.start, job)
-                if not taken:
-                    raise ClosedError(f"the engine of {self.path} is closed")
-                if returns_at_once:
-                    flight.set_captured()
-        except BaseException:  # KeyboardInterrupt: the caller may change the state without waiting
-            if flight is not None:
-                block_on(self, self.abort, flight)
-                self.in_flight.withdraw(flight)
-            raise
-        finally:
-            if not taken:  # skipped after all, or the engine was closed meanwhile
-                capture.release()
-            if skipped is not None:
-                self.in_flight.tell_skipped(skipped, step)
-        self.metric.note_save(metadata or {}, lambda: self.infos)  # without the lock: handlers of the log are user code
-        return PendingCheckpoint(flight), start
 
     def check_restored(self, step: int | None, *, begun: bool = False) -> None:
         """Raise ValueError if nothing was restored, and ``step`` is not larger than the newest found at opening.
