@@ -4,11 +4,17 @@ import os
 
 import pytest
 
+RETURNING = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
+"""Settings of glibc by which the workers give freed memory back: each of their thousands of forks copies the tables of
+all that they hold, which was a fifth of the time of the suite."""
+
 
 def pytest_configure(config: pytest.Config) -> None:
     # The controller of pytest-xdist runs no test, and starts the others after this: importing torch takes seconds.
     controller = config.getoption("dist") != "no" and config.getoption("tx") and not config.option.collectonly
-    if not controller:
+    if controller:
+        os.environ.update(RETURNING)
+    else:
         config.pluginmanager.import_plugin("tests.fixtures")
 
 

@@ -35,7 +35,7 @@ def fenced(after: str) -> list[str]:
 
 def test_the_quickstart_commands() -> None:
     assert fenced("<!-- quickstart: run -->") == ["pip install . && pccheck demo"]
-    assert fenced("<!-- quickstart: test -->") == ['pip install -e ".[test]" && pytest -q -n 2']
+    assert fenced("<!-- quickstart: test -->") == ['pip install -e ".[test]" && pytest -q -n 3']
     assert len(re.findall("<!-- quickstart: ", README)) == 2
 
 
