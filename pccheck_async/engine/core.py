@@ -88,6 +88,7 @@ class EngineCore:
         self.path = store_path(path) if isinstance(config.storage.io, str) else os.fspath(path)
         self.config = config
         self.keeps = self.peers.retention(config)
+        self._limited = config.on_busy == "skip" or isinstance(self.keeps, KeepAll)
         self.made_at = UsersLine.here().place
         self.facade: weakref.ref[object] | None = None
         self.training = TrainingHooks()
@@ -426,7 +427,9 @@ class EngineCore:
             name = None if name is None else check_name(name)
             plain = check_metadata(metadata or {}, name) if metadata or name is not None else {}
             last = last or tier == "memory"  # which takes no place
-            if (skipped := self._find_place(step, name, replace=replace, last=last)) is not None:
+            if (self._limited or name is not None) and (
+                skipped := self._find_place(step, name, replace=replace, last=last)
+            ) is not None:
                 return skipped, start
             capture = self.captures.start(
                 state,
@@ -439,8 +442,13 @@ class EngineCore:
             state_seconds = time.perf_counter() - start
             with self.in_flight.lock, _Admission(self, step, tier):
                 self.check_alive()
-                others = self.in_flight.counter != before  # were admitted meanwhile
-                if others and (skipped := self._find_place(step, name, replace=replace, last=last)) is not None:
+                if (
+                    self.in_flight.counter != before
+                    and (  # others were admitted meanwhile
+                        skipped := self._find_place(step, name, replace=replace, last=last)
+                    )
+                    is not None
+                ):
                     return skipped, start
                 # The counter is used up before the scheduler gets the checkpoint: else, after an interrupt in between,
                 # two checkpoints would have it.
@@ -470,7 +478,8 @@ class EngineCore:
                 capture.release()
             if skipped is not None:
                 self.in_flight.tell_skipped(skipped, step)
-        self.metric.note_save(metadata or {}, lambda: self.infos)  # without the lock: handlers of the log are user code
+        if self.metric.best is not None:  # without the lock: handlers of the log are user code
+            self.metric.note_save(metadata or {}, lambda: self.infos)
         return PendingCheckpoint(flight), start
 
     def _check_tier(self, tier: Tier) -> None:

@@ -111,7 +111,7 @@ class PendingCheckpoint:
 
         Raises TimeoutError.
         """
-        if timeout is None:  # else TimeoutError says where it is
+        if timeout is None and not self._flight.on_disk:  # else TimeoutError says where it is
             self._warn_if_in_memory_alone()
         return self._flight.result(timeout)
 

@@ -69,21 +69,21 @@ class MetricWatch:
     """
 
     def __init__(self, best: Best | None, path: str) -> None:
-        self._best, self._path = best, path  # no ``best`` any more once it was seen, or that was said
+        self.best, self._path = best, path  # no ``best`` any more once it was seen, or that was said
         self._names: dict[str, None] = {}
         self._saves = 0
 
     def note(self, metadata: Mapping[str, Any]) -> None:
         """Record the names in the metadata of a step, saved or not."""
-        if self._best is not None:
-            if self._best.number_in(metadata) is not None:
-                self._best = None
+        if self.best is not None:
+            if self.best.number_in(metadata) is not None:
+                self.best = None
             self._names |= dict.fromkeys(metadata)
 
     def note_save(self, metadata: Mapping[str, Any], there: Callable[[], Iterable[CheckpointInfo]]) -> None:
         """Count a new checkpoint, and record its metadata; warn at the 16th. ``there`` returns older checkpoints."""
         self._saves += 1
-        if self._best is None:  # no rule names one, or it was seen
+        if self.best is None:  # no rule names one, or it was seen
             return
         self.note(metadata)
         if self._saves == _MANY:
@@ -95,7 +95,7 @@ class MetricWatch:
             self._warn(there)
 
     def _warn(self, there: Callable[[], Iterable[CheckpointInfo]]) -> None:
-        best, self._best = self._best, None
+        best, self.best = self.best, None
         if best is None or any(best.number(info) is not None for info in there()):
             return
         names = get_close_matches(best.metric, self._names) or [*self._names]
