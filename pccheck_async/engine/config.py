@@ -226,8 +226,6 @@ class EngineConfig:
             _check_kind("memory", self.memory, MemoryTier, "MemoryTier()")
         if self.drain is not None:
             _check_kind("drain", self.drain, Drain, 'Drain("s3://bucket/run")')
-            if self.memory is not None:  # which of the two is newer, no line says yet
-                raise ValueError("drain= and memory= do not go together yet: give one of them")
         _ = self.retention
         if self.on_busy not in ("wait", "skip"):
             raise ValueError(f"on_busy is 'wait' or 'skip', not {self.on_busy!r}")

@@ -8,7 +8,7 @@ import os
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -682,12 +682,12 @@ class EngineCore:
         remote: set[int] = set() if (drain := self._assembly.drain) is None else drain.copied
         if not in_memory and not remote:
             return [entry.info for entry in on_disk]
-        both = {entry.counter: replace(entry.info, tiers=("memory",)) for entry in in_memory.values()}
-        for entry in on_disk:
-            copied: tuple[Reach, ...] = ("memory", "disk") if entry.counter in in_memory else ("disk",)
-            copied = (*copied, "remote") if entry.counter in remote else copied
-            both[entry.counter] = replace(entry.info, tiers=copied)
-        return [both[counter] for counter in sorted(both, reverse=True)]
+        there = {entry.counter: entry for entry in on_disk}
+        tiers: dict[Reach, Collection[int]] = {"memory": in_memory.keys(), "disk": there.keys(), "remote": remote}
+        return [
+            replace(entry.info, tiers=tuple(tier for tier, counters in tiers.items() if counter in counters))
+            for counter, entry in sorted((in_memory | there).items(), reverse=True)
+        ]
 
     @property
     def infos_elsewhere(self) -> list[CheckpointInfo]:
@@ -803,11 +803,8 @@ class EngineCore:
             if restored is not None and candidates.fell_back:
                 self._passed_over |= {info.counter for info in self.infos if info.counter > restored.counter}
             self._last_step = None
-            if restored is not None and assembly.memory is not None:
-                assembly.memory.note_restored(restored.counter)
-            if restored is not None and assembly.drain is not None:
-                remote = restored.source == "remote"
-                self.loop.post(partial(assembly.drain.note_restored, remote=remote), restored.counter)
+            if restored is not None and (assembly.memory is not None or assembly.drain is not None):
+                await caller.run(self.peers.note_restored(restored.counter, restored.source))
         return restored
 
     # -- statistics

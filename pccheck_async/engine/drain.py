@@ -71,10 +71,7 @@ class Draining:
         self.owner: DrainOwner | None = None
         self._path, self._disk, self._backend = path, disk, backend
         self._savers: Savers
-        self._base = disk.committed.largest_counter
-        self._restored: int | None = None
-        self._begun = self._started = False
-        self._turn = asyncio.Lock()
+        self._started = False
         self._changed = asyncio.Event()
         self._flights: set[Flight] = set()
         self._durable_at: dict[int, float] = {}  # checkpoints that are not there, nor newer ones
@@ -106,9 +103,9 @@ class Draining:
         another run takes it over at the same time; RefusedError, ReadError, WriteError.
         """
         objects = open_objects(drain.url, drain.options, deadline=drain.deadline, writes=True)
-        disk.committed.line = line = disk.committed.record.line
+        line = disk.committed.record.line
         draining = cls(drain, path, objects, disk, operations, backend)
-        draining._savers, draining._begun = savers, of_group  # a group sets the line of all its stores
+        draining._savers = savers
         if not owns:
             return draining
         newest = None if of_group else next(iter(disk.committed.entries), None)
@@ -138,7 +135,6 @@ class Draining:
             draining.adopt(half.state)
             return draining
         draining.adopt(half.state.beside(line, None if newest is None else newest.counter, of_group=False))
-        draining._base = max(draining._base, draining.newest)
         draining._dropped |= {entry.counter for entry in disk.committed.record.entries if entry.rejected}
         return draining
 
@@ -162,6 +158,12 @@ class Draining:
         return self.objects.url
 
     @property
+    def run(self) -> bytes:
+        """The id of this run, of a process that saves alone."""
+        assert self.owner is not None
+        return self.owner.run
+
+    @property
     def copied(self) -> set[int]:
         """The counters of this store's checkpoints in the bucket."""
         return {copy.entry.counter for copy in self.state.valid}
@@ -172,11 +174,6 @@ class Draining:
         return self.state.newest
 
     @property
-    def largest_counter(self) -> int:
-        """The largest counter on disk or in the bucket when this was opened: counters of this run are larger."""
-        return self._base
-
-    @property
     def entries(self) -> list[Entry]:
         """The checkpoints in the bucket that may be restored, newest first; their slots are numbers of commits."""
         return [copy.entry for copy in self.state.valid if copy.entry.counter not in self._dropped]
@@ -185,37 +182,17 @@ class Draining:
         """Return the source to read a checkpoint of one process in the bucket from."""
         return FolderPart(self.opened, "", Key(entry.counter, _RUN))
 
-    def note_restored(self, counter: int, *, remote: bool) -> None:
-        """Called when a checkpoint was restored: this run descends from it, if it has saved none yet.
+    def note_restored(self, counter: int) -> Line | None:
+        """Called when a checkpoint was restored from the bucket; returns its line there."""
+        write("drain_restored", "restored from %s: no other tier had one as new", self.url, counter=counter)
+        return next((each.line for each in self.state.copies if each.entry.counter == counter), None)
 
-        ``remote``: it was restored from the bucket, whose line for it becomes the disk's then.
-        """
-        self._restored = counter
-        if remote:
-            write("drain_restored", "restored from %s: the disk had none as new", self.url, counter=counter)
-        copy = next((each for each in self.state.copies if each.entry.counter == counter), None)
-        if remote and copy is not None and not self._begun:
-            self._disk.committed.line = copy.line
-
-    async def begin(self) -> None:
-        """Make this run's line durable on disk, before its first checkpoint: it decides which in the bucket are valid.
-
-        Does nothing after the first call, and in a group, which writes its line when it joins the run. Raises
-        StoreFailedError.
-        """
-        if self._begun:
-            return
-        async with self._turn:
-            if self._begun or self.owner is None:
-                return
-            before, run = self._disk.committed.line, self.owner.run
-            line = Line(run, self._base) if before is None else before.descend(run, self._base, self._restored)
-            await self._disk.begin_line(line)
-            self.note_begun()
+    async def follow_line(self, line: Line) -> None:
+        """Write the disk's new line into the bucket, too, in the background."""
+        self.note_begun()
 
     def note_begun(self) -> None:
         """Called when the line of this run is durable on disk."""
-        self._begun = True
         if self.owner is not None:
             self.owner.begins = True
             self.owner.wake()

@@ -11,7 +11,6 @@ import asyncio
 import errno
 import hashlib
 import os
-import secrets
 import shutil
 import stat
 import time
@@ -184,9 +183,7 @@ class Memory:
         self.off = ""
         self.tier = tier
         self._disk = disk
-        self._restored: int | None = None
         self._removed = False  # by closing
-        self._begun = False
         self._growing: asyncio.Task[None] | None = None
         self._held_until = 0.0  # by readers
         self._open_beside = open_beside
@@ -198,9 +195,7 @@ class Memory:
 
         Called after the opening, if this process saves alone.
         """
-        disk, store = self._disk, self.store
-        self._base = self.largest_counter
-        disk.committed.line = disk.committed.record.line
+        store = self.store
         store.committed.line = store.committed.record.line
         if ignored := [entry.step for entry in store.committed.entries if entry not in self.entries]:
             text = "checkpoints of steps %s in %s do not count: the store on disk does not descend from their run"
@@ -314,34 +309,15 @@ class Memory:
         """The largest counter that the newest record on disk, or in memory, names; -1 for none."""
         return max(self._disk.committed.largest_counter, self.store.committed.largest_counter)
 
-    def note_restored(self, counter: int) -> None:
-        """Called when a checkpoint was restored: this run descends from it, if it has saved none yet."""
-        self._restored = counter
-
-    async def begin(self) -> None:
-        """Make this run's line durable on disk, before its first checkpoint in any tier.
-
-        Then drop the checkpoints in memory that this line does not accept; if that fails, the tier is turned off. Does
-        nothing after the first call. Raises StoreFailedError: the disk takes no more commits.
-        """
-        if not self._begun:
-            async with self.turn:
-                await self._begin()
-
-    async def _begin(self) -> None:
-        if self._begun:  # by another checkpoint meanwhile
-            return
-        before, run = self._disk.committed.line, secrets.token_bytes(16)
-        base = self._base
-        line = Line(run, base) if before is None else before.descend(run, base, self._restored)
-        kept = {entry.counter for entry in on_the_line(self.entries, self.store.committed.line, line)}
-        await self._disk.begin_line(line)
-        self.store.committed.line = line
-        self._begun = True
-        try:
-            await self.store.amend(lambda entries: [entry for entry in entries if entry.counter in kept])
-        except OSError as error:
-            self.turn_off(error)
+    async def follow_line(self, line: Line) -> None:
+        """Drop the checkpoints that the disk's new line does not accept; if that fails, the tier is turned off."""
+        async with self.turn:
+            kept = {entry.counter for entry in self.entries}
+            self.store.committed.line = line
+            try:
+                await self.store.amend(lambda entries: [entry for entry in entries if entry.counter in kept])
+            except OSError as error:
+                self.turn_off(error)
 
     @property
     def ready(self) -> bool:
@@ -454,24 +430,19 @@ class Memory:
             await self.store.amend(lambda entries: [entry for entry in entries if entry.counter in there])
 
     @property
-    def _newer(self) -> Entry | None:
+    def newer(self) -> Entry | None:
         """The newest valid checkpoint in memory, if it is newer than all on disk and not rejected; else None."""
         newest, largest = next(iter(self.entries), None), self._disk.committed.largest_counter
         return newest if newest is not None and newest.counter > largest and not newest.rejected else None
 
-    @property
-    def unsaved(self) -> Entry | None:
-        """The newest checkpoint in memory, if it is newer than all on disk, and this run has saved or restored one."""
-        return self._newer if self._begun or self._restored is not None else None
-
-    @property
-    def is_disposable(self) -> bool:
+    def is_disposable(self, *, begun: bool) -> bool:
         """Whether nothing in memory would be missed: the disk has a checkpoint as new, and none here is passed over.
 
-        For a process that saves alone. Once this run has begun, checkpoints that its line does not accept are ignored.
+        For a process that saves alone. Once its run has ``begun``, checkpoints that its line does not accept are
+        ignored.
         """
-        counts = self._begun or len(self.entries) == len(self.store.committed.entries)
-        return counts and self._newer is None
+        counts = begun or len(self.entries) == len(self.store.committed.entries)
+        return counts and self.newer is None
 
     @property
     def slot_bytes(self) -> int:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from pccheck_async.engine.drain import Draining
 from pccheck_async.engine.drain_owner import UploadedParts
 from pccheck_async.engine.memory import Memory, memory_folder
 from pccheck_async.engine.policy import Policy, StepReport
+from pccheck_async.engine.run_line import RunLine
 from pccheck_async.errors import CheckpointError, DamagedError
 from pccheck_async.format import Entry, Metadata, Reach, Which
 from pccheck_async.format.record import FORMAT_VERSION
@@ -307,6 +309,9 @@ class Peers(ABC):
 
     # -- committed checkpoints
 
+    async def note_restored(self, counter: int, source: Reach) -> None:
+        """Called when a checkpoint was restored from a tier: the run goes on from it."""
+
     @abstractmethod
     def candidates(self, which: Which, *, dry_run: bool) -> RestoreCandidates:
         """Return the checkpoints that a restore may take: all, the newest one first, or those of a step or name.
@@ -394,6 +399,8 @@ class Alone(Peers):
     _path: str
     _memory: Memory | None
     _drain: Draining | None
+    _line: RunLine | None = None
+    """The line of this run; None without a tier beside the disk."""
 
     def retention(self, config: EngineConfig) -> Retention:
         if config.memory is not None and config.memory.replicas:
@@ -417,14 +424,21 @@ class Alone(Peers):
         drain: Draining | None = None,
     ) -> Connected:
         self._store, self._path, self._memory, self._drain = store, path, memory, drain
+        base, run = store.committed.largest_counter, secrets.token_bytes(16)
+        if memory is not None:
+            base = max(base, memory.largest_counter)
+        if drain is not None:
+            base = max(base, drain.newest)
+            run = drain.run
+        if tiers := [tier for tier in (memory, drain) if tier is not None]:
+            self._line = RunLine(store, run, base, tiers)
         if memory is not None:
             memory.adopt_line()
-        tiers = [tier for tier in (memory, drain) if tier is not None]
-        return Connected(max(store.committed.largest_counter, *(tier.largest_counter for tier in tiers), -1), None)
+        return Connected(base, None)
 
     async def admitted(self, counter: int) -> bool:
-        if self._drain is not None:
-            await self._drain.begin()
+        if self._line is not None:
+            await self._line.begin()
         return True
 
     def commit(self, written: Written, sample: ReplicaSample | None) -> Coroutine[Any, Any, bool]:
@@ -434,8 +448,8 @@ class Alone(Peers):
         return False
 
     async def admitted_in_memory(self, counter: int) -> bool:
-        assert self._memory is not None
-        await self._memory.begin()
+        assert self._line is not None
+        await self._line.begin()
         return True
 
     async def commit_in_memory(self, written: Written, sample: ReplicaSample | None) -> None:
@@ -456,6 +470,11 @@ class Alone(Peers):
         assert self._drain is not None
         self._drain.learn(state)
 
+    async def note_restored(self, counter: int, source: Reach) -> None:
+        line = self._drain.note_restored(counter) if self._drain is not None and source == "remote" else None
+        if self._line is not None:
+            self._line.note_restored(counter, line)
+
     def candidates(self, which: Which, *, dry_run: bool) -> RestoreCandidates:
         return _OwnCandidates(self._store, self._memory, self._drain, self._path, which, dry_run)
 
@@ -473,11 +492,14 @@ class Alone(Peers):
 
     @property
     def unsaved(self) -> Entry | None:
-        return None if self._memory is None else self._memory.unsaved
+        if self._memory is None or self._line is None:
+            return None
+        return self._memory.newer if self._line.begun or self._line.restored is not None else None
 
     @property
     def disposable_memory(self) -> bool:
-        return self._memory is not None and self._memory.is_disposable
+        begun = self._line is not None and self._line.begun
+        return self._memory is not None and self._memory.is_disposable(begun=begun)
 
     async def pin(self, which: int | str, pinned: bool) -> Entry:
         return await self._store.pin(which, pinned)

@@ -35,7 +35,7 @@ from pccheck_async.errors import (
     CheckpointError,
     GroupError,
 )
-from pccheck_async.format import Entry, Metadata, Which
+from pccheck_async.format import Entry, Metadata, Reach, Which
 from pccheck_async.format.record import GROUP_NAME, GROUP_VERSION, MOST_ENTRIES
 from pccheck_async.group.actions import Action, Post
 from pccheck_async.group.candidates import AgreedCandidates, PartSources
@@ -107,6 +107,8 @@ class Ranks(Peers):
     def retention(self, config: EngineConfig) -> Retention:
         if config.on_busy == "skip":
             raise ValueError("on_busy='skip' is not for groups: a step that one rank skips is saved by another")
+        if config.drain is not None and config.memory is not None:
+            raise ValueError("drain= and memory= do not go together yet in a group: give one of them")
         # Records also name prepared checkpoints.
         self._retention = replace(config.retention, most=MOST_ENTRIES - 2 * config.max_in_flight)
         return self._retention
@@ -420,6 +422,10 @@ class Ranks(Peers):
         self._disk.around.post(BucketChanged(self.group.rank, state))
 
     # -- committed checkpoints
+
+    async def note_restored(self, counter: int, source: Reach) -> None:
+        if self._drain is not None and source == "remote":
+            self._drain.draining.note_restored(counter)
 
     def candidates(self, which: Which, *, dry_run: bool) -> RestoreCandidates:
         ask = partial(self.member.restore.request, which, dry_run=dry_run)

@@ -24,7 +24,6 @@ from pccheck_async import (
     CheckpointEngine,
     CheckpointError,
     Drain,
-    MemoryTier,
     NoCheckpointError,
     StorageOptions,
     SyncCheckpointEngine,
@@ -598,11 +597,6 @@ def test_secrets_are_not_shown() -> None:
     drain = Drain("s3://user:password@bucket/run?x=password", options={"secret_access_key": "password"})
     assert "password" not in repr(drain)
     assert "password" not in repr(Drain(HTTPStore("https://user:password@host/run?x=password")))
-
-
-def test_a_tier_in_memory_is_refused_for_now(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="drain= and memory= do not go together yet"):
-        SyncCheckpointEngine(tmp_path / "run", memory=MemoryTier(), drain=Drain("s3://bucket/run"))
 
 
 def test_a_rate_limit_spreads_the_objects_over_time(
