@@ -77,6 +77,8 @@ class BucketState(msgspec.Struct, frozen=True, array_like=True):
     """``stopped``: after an error that another attempt does not avoid; ``ended``: the engine was closed."""
     left: str = ""
     """The checkpoints that are not in the bucket as they are on disk, in words, once the engine was closed."""
+    owner: bytes = b""
+    """The run that owned the bucket before this one took it over; empty for none."""
 
     @property
     def newest(self) -> int:
@@ -103,19 +105,20 @@ class BucketState(msgspec.Struct, frozen=True, array_like=True):
     def _accepted(self, line: Line | None, newest: int | None) -> list[Copied] | None:
         """Return the checkpoints that the disk's line accepts, or that descend from it; None: the newest one does not.
 
-        With an empty disk, the newest one is valid, and those that it descends from.
+        If the disk's own run had the bucket last, or its line is there, no other has gone on from there, and the disk's
+        line alone decides. With an empty disk the bucket's line does, or, if it accepts none, the newest one is valid.
         """
         if not self.copies:
             return []
+        if line is not None and line.run in (self.owner, None if self.line is None else self.line.run):
+            own = [copy for copy in self.copies if _accepts(line, copy)]
+            if own or newest is not None:
+                return own
         if newest is not None and not _accepts(line, self.copies[0]):
             run = None if line is None else line.run_of(newest)
             if run is None or self.line is None or not self.line.accepts(run, newest):
                 return None
-        return [
-            copy
-            for number, copy in enumerate(self.copies)
-            if _accepts(self.line, copy) or _accepts(line, copy) or (number == 0 and newest is None)
-        ]
+        return [copy for copy in self.copies if _accepts(self.line, copy) or _accepts(line, copy)] or [self.copies[0]]
 
     def trouble_beside(self, line: Line | None, newest: Entry | None, path: str, url: str, *, of_group: bool) -> str:
         """Return why an engine of ``path`` may not go on beside this bucket; empty if it may.

@@ -56,12 +56,14 @@ class BucketMedium(Medium):
 
     Attributes:
         line: The line of the newest record, as of the last :meth:`look`.
+        owner: The run that made that record; empty for none.
         world: The most ranks of a live commit of a group, as of the last read; None: one process made the commits.
     """
 
     def __init__(self, objects: Objects) -> None:
         self.objects = objects
         self.line: Line | None = None
+        self.owner = b""
         self._clock = StageClock("write", "read", "flush")
         self._records: dict[Kept, CommitRecord] = {}  # they never change
         self._now: dict[int, tuple[Kept, CommitRecord]] = {}
@@ -74,7 +76,8 @@ class BucketMedium(Medium):
     async def look(self) -> tuple[int, list[tuple[Kept, CommitRecord]]]:
         """Return the newest record's number, 0 for none, and the live commits whose records can be read, newest first.
 
-        Also sets :attr:`line`. Raises CorruptStoreError: the newest record is damaged; ReadError, RefusedError.
+        Also sets :attr:`line` and :attr:`owner`. Raises CorruptStoreError: the newest record is damaged; ReadError,
+        RefusedError.
         """
         for _ in range(_LOOKS):
             number = protocol.listing_of(await self.objects.list(COMMITS)).newest
@@ -83,7 +86,7 @@ class BucketMedium(Medium):
             newest = await self._newest(number)
             if newest is None:
                 continue  # superseded, and deleted, meanwhile
-            self.line = newest.line
+            self.line, self.owner = newest.line, newest.owner
             found = [(kept, record) for kept in protocol.live(number, newest) if (record := await self._kept(kept))]
             self._records = {kept: record for kept, record in self._records.items() if kept.number >= number} | dict(
                 found

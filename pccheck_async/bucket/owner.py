@@ -79,6 +79,7 @@ class Owner:
         adoptable: Data objects that were uploaded for :attr:`spare`, with their sizes in bytes.
         line: The line of the store, for the next record.
         line_there: The line of the newest record when this run took over; the run's fence has it, too.
+        owner_there: The run that made that record; empty for none.
     """
 
     def __init__(self, objects: Objects, store: bytes, keep_last: int, run: bytes | None = None) -> None:
@@ -91,6 +92,7 @@ class Owner:
         self.adoptable: dict[str, int] = {}
         self.line: Line | None = None
         self.line_there: Line | None = None
+        self.owner_there = b""
         self._store, self._keep_last = store, keep_last
         self._named: dict[str, Collection[str]] = {}  # by index
 
@@ -143,6 +145,7 @@ class Owner:
                     raise StoreLockedError(f"another run takes {self.objects.url} over at the same time: end one")
                 continue
             self.base, self.now, self.spare, self.line_there = number, now, spare, line
+            self.owner_there = b"" if newest is None else newest.owner
             self.adoptable = protocol.adoptable(listing, spare)
             self.records = await self.read(now)
             return

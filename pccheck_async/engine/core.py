@@ -803,8 +803,8 @@ class EngineCore:
             if restored is not None and candidates.fell_back:
                 self._passed_over |= {info.counter for info in self.infos if info.counter > restored.counter}
             self._last_step = None
-            if restored is not None and (assembly.memory is not None or assembly.drain is not None):
-                await caller.run(self.peers.note_restored(restored.counter, restored.source))
+            if restored is not None:
+                self.loop.post(self.peers.note_restored, restored.counter, restored.source)
         return restored
 
     # -- statistics

@@ -124,7 +124,8 @@ class Draining:
                 f"{error.strerror}. An engine with drain= needs the bucket when it is opened, as the newest checkpoint "
                 "may be there: start again when it answers",
             ) from error
-        check(BucketState(copies_of(records), bucket.line))  # before another run is fenced off for nothing
+        # Before another run is fenced off for nothing.
+        check(BucketState(copies_of(records), bucket.line, owner=bucket.owner))
         owner = Owner(objects, disk.file.identity.id_bytes, drain.keep_last)
         owner.line = line
         await owner.take_over()
@@ -209,11 +210,15 @@ class Draining:
             return
         if counter > self.newest:
             self._flights.add(flight)
-            self._durable_at.setdefault(counter, time.monotonic())
-            if self.owner is not None:
-                self.owner.wake(max(counter, flight.counter))
+            self.note_saved(counter, flight.counter)
             return
         flight.set_remote(None)
+
+    def note_saved(self, counter: int, awaited: int = -1) -> None:
+        """Called when a checkpoint is on disk; ``awaited``: a larger counter of one that it makes superfluous."""
+        self._durable_at.setdefault(counter, time.monotonic())
+        if self.owner is not None:
+            self.owner.wake(max(counter, awaited))
 
     def note_dropped(self, counters: Iterable[int]) -> None:
         """Called when checkpoints were rejected or removed on disk: the bucket drops them, too."""

@@ -138,6 +138,7 @@ class DrainOwner:
             self._trouble,
             "stopped" if self.stopped else phase,
             self._left if self._ended else "",
+            self._owner.owner_there,
         )
 
     def _publish(self) -> None:

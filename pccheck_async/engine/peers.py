@@ -309,8 +309,8 @@ class Peers(ABC):
 
     # -- committed checkpoints
 
-    async def note_restored(self, counter: int, source: Reach) -> None:
-        """Called when a checkpoint was restored from a tier: the run goes on from it."""
+    def note_restored(self, counter: int, source: Reach) -> None:
+        """Called on the engine's loop when a checkpoint was restored from a tier: the run goes on from it."""
 
     @abstractmethod
     def candidates(self, which: Which, *, dry_run: bool) -> RestoreCandidates:
@@ -401,6 +401,8 @@ class Alone(Peers):
     _drain: Draining | None
     _line: RunLine | None = None
     """The line of this run; None without a tier beside the disk."""
+    _unsaved: int | None = None
+    """The counter of a checkpoint in memory that is written to disk; it may be of the run before."""
 
     def retention(self, config: EngineConfig) -> Retention:
         if config.memory is not None and config.memory.replicas:
@@ -437,7 +439,7 @@ class Alone(Peers):
         return Connected(base, None)
 
     async def admitted(self, counter: int) -> bool:
-        if self._line is not None:
+        if self._line is not None and counter != self._unsaved:
             await self._line.begin()
         return True
 
@@ -470,7 +472,7 @@ class Alone(Peers):
         assert self._drain is not None
         self._drain.learn(state)
 
-    async def note_restored(self, counter: int, source: Reach) -> None:
+    def note_restored(self, counter: int, source: Reach) -> None:
         line = self._drain.note_restored(counter) if self._drain is not None and source == "remote" else None
         if self._line is not None:
             self._line.note_restored(counter, line)
@@ -496,6 +498,9 @@ class Alone(Peers):
             return None
         return self._memory.newer if self._line.begun or self._line.restored is not None else None
 
+    def request_unsaved(self, entry: Entry) -> None:
+        self._unsaved = entry.counter
+
     @property
     def disposable_memory(self) -> bool:
         begun = self._line is not None and self._line.begun
@@ -508,18 +513,18 @@ class Alone(Peers):
         self, which: int | str, in_flight: Mapping[int, tuple[int, str | None]], until: int
     ) -> list[Entry]:
         rejected = await self._store.reject(which, in_flight, until)
-        if self._memory is not None:
-            await self._memory.follow_disk()
         if self._drain is not None:
             self._drain.note_dropped(entry.counter for entry in rejected)
+        if self._memory is not None:
+            await self._memory.follow_disk()
         return rejected
 
     async def remove(self, which: int | str, *, force: bool) -> list[Entry]:
         removed = await self._store.remove(which, force=force)
-        if self._memory is not None:
-            await self._memory.follow_disk()
         if self._drain is not None:
             self._drain.note_dropped(entry.counter for entry in removed)
+        if self._memory is not None:
+            await self._memory.follow_disk()
         return removed
 
     def due(self, policy: Policy, report: StepReport, *, preempted: bool) -> StepEnd:

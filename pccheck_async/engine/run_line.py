@@ -44,16 +44,15 @@ class RunLine:
         self.restored: int | None = None
         self._disk, self._run, self._base, self._followers = disk, run, base, followers
         self._turn = asyncio.Lock()
-        disk.committed.line = disk.committed.record.line
+        disk.committed.line = self._found = self._before = disk.committed.record.line
 
     def note_restored(self, counter: int, line: Line | None = None) -> None:
         """Called when a checkpoint was restored: this run descends from it, if it has saved none yet.
 
-        ``line``: the checkpoint's own line, if the disk's is not: it takes the place of the disk's.
+        ``line``: the line of the checkpoint, if it was not restored from disk or memory: that of the disk has no part
+        in this run then.
         """
-        self.restored = counter
-        if not self.begun and not self._turn.locked():
-            self._disk.committed.line = line or self._disk.committed.record.line
+        self.restored, self._before = counter, line or self._found
 
     async def begin(self) -> None:
         """Make the line durable on disk, once. Raises StoreFailedError: the disk takes no more commits."""
@@ -62,12 +61,11 @@ class RunLine:
         async with self._turn:
             if self.begun:  # by another checkpoint meanwhile
                 return
-            before = self._disk.committed.line
-            if before is None:
+            if self._before is None:
                 line = Line(self._run, self._base)
             else:
-                line = before.descend(self._run, self._base, self.restored)
+                line = self._before.descend(self._run, self._base, self.restored)
             await self._disk.begin_line(line)
-            self.begun = True
-            for follower in self._followers:
+            for follower in self._followers:  # a cancellation here: all of this is done again
                 await follower.follow_line(line)
+            self.begun = True

@@ -509,6 +509,8 @@ class Scheduler:
             await reader.close()
         if committed:
             self.in_flight.note_saved(entry.info)
+            if self.draining is not None:
+                self.draining.note_saved(entry.counter)
 
     async def _save_chunk(self, job: Job, index: int, writer: SlotWriter, place: ChunkPlace) -> None:
         """Copy a chunk, and hand it to the writer. Raises CheckpointError: the caller has given up the capture."""

@@ -423,7 +423,7 @@ class Ranks(Peers):
 
     # -- committed checkpoints
 
-    async def note_restored(self, counter: int, source: Reach) -> None:
+    def note_restored(self, counter: int, source: Reach) -> None:
         if self._drain is not None and source == "remote":
             self._drain.draining.note_restored(counter)
 

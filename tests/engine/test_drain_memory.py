@@ -6,7 +6,8 @@ import asyncio
 import os
 import random
 import shutil
-from contextlib import suppress
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,13 @@ from pccheck_async import (
     MemoryTier,
     NoCheckpointError,
     SyncCheckpointEngine,
+    list_checkpoints,
 )
 from pccheck_async.bucket import BucketMedium, Objects
 from pccheck_async.bucket.objects import Patient
 from pccheck_async.engine import drain as draining
-from pccheck_async.format import Reach
+from pccheck_async.engine.drain_owner import DrainOwner
+from pccheck_async.engine.memory import Memory
 from pccheck_async.format.record import slot_name
 from tests.support.children import in_child
 from tests.support.lying_objects import FolderOfObjects, LyingObjects
@@ -51,26 +54,45 @@ def state_of(step: int) -> dict[str, Any]:
     return {"tensor": torch.arange(500) + step, "step": step}
 
 
+def engine_on(path: Path, memory: MemoryTier | None, url: str | None, *, keep_last: int = 1) -> SyncCheckpointEngine:
+    drain = None if url is None else Drain(url, keep_last=3)
+    return SyncCheckpointEngine(path, memory=memory, drain=drain, keep_last=keep_last, save_last=False)
+
+
+def restored_by(engine: SyncCheckpointEngine, step: int | None) -> tuple[int, str]:
+    """Restore a step, by default the newest, and compare it; return it and its tier, -1 for none."""
+    try:
+        restored = engine.restore(state := state_of(-1), step=step)
+    except NoCheckpointError:
+        return -1, "none"
+    if restored is None:
+        return -1, "none"
+    assert torch.equal(state["tensor"], state_of(restored.step)["tensor"])
+    return restored.step, restored.source
+
+
+def save(engine: SyncCheckpointEngine, step: int, where: str) -> None:
+    """Save a step in a tier, and in those before it; return when it is there."""
+    pending = engine.checkpoint(state_of(step), step=step, tier="memory" if where == "memory" else "disk")
+    if engine._core.config.memory is not None:
+        pending.wait_reached("memory", 60)
+    if where != "memory":
+        pending.result(60)
+    if where == "remote":
+        pending.wait_reached("remote", 60)
+
+
 def train(
     path: Path, memory: MemoryTier, url: str, *saves: tuple[int, str], closes: bool = False
 ) -> tuple[int, str, list[int]]:
     """Restore, save steps in a tier each, and die, or close; what was restored, and from which tier (-1, "none")."""
 
     def work() -> tuple[int, str, list[int]]:
-        engine = SyncCheckpointEngine(path, memory=memory, drain=Drain(url, keep_last=3), save_last=False).open()
-        state = state_of(-1)
-        restored = engine.restore(state)
-        found = (-1, "none") if restored is None else (restored.step, restored.source)
-        assert state["step"] == found[0]
-        assert torch.equal(state["tensor"], state_of(found[0])["tensor"])
+        engine = engine_on(path, memory, url).open()
+        found = restored_by(engine, None)
         there = [info.step for info in engine.checkpoints()]
         for step, where in saves:
-            pending = engine.checkpoint(state_of(step), step=step, tier="memory" if where == "memory" else "disk")
-            pending.wait_reached("memory", 60)
-            if where != "memory":
-                pending.result(60)
-            if where == "remote":
-                pending.wait_reached("remote", 60)
+            save(engine, step, where)
         if closes:
             engine.close(60)
         return *found, there
@@ -142,38 +164,183 @@ def test_an_abandoned_branch_does_not_come_back_from_any_tier(tmp_path: Path, ti
     """Step 2 went on from step 1, and so does step 9, which is saved later."""
     run = tmp_path / "run"
 
-    def work() -> None:
-        engine = SyncCheckpointEngine(run, memory=tier, drain=Drain(url, keep_last=3), keep_last=3, save_last=False)
-        engine.open()
+    def goes_back() -> None:
+        engine = engine_on(run, tier, url, keep_last=3).open()
         engine.restore(state_of(-1), step=1)
-        engine.checkpoint(state_of(9), step=9).result(60)
+        save(engine, 9, "disk")
 
     train(run, tier, url, (1, "remote"), (2, "remote"))
     shutil.rmtree(run)
     shutil.rmtree(folder_in(tier))
-    in_child(work)
+    in_child(goes_back)
     assert train(run, tier, url) == (9, "memory", [9])
 
-    def steps_that_can_be_restored() -> list[tuple[int, Reach]]:
-        found: list[tuple[int, Reach]] = []
-        with SyncCheckpointEngine(run, memory=tier, drain=Drain(url, keep_last=3), save_last=False) as engine:
-            for step in (9, 2, 1, 9):
-                with suppress(NoCheckpointError):
-                    restored = engine.restore(state_of(-1), step=step)
-                    assert restored is not None
-                    found.append((step, restored.source))
-        return found
+    def what_can_be_restored() -> list[tuple[int, str]]:
+        with engine_on(run, tier, url) as engine:
+            return [each for step in (9, 2, 1, 9) if (each := restored_by(engine, step))[0] == step]
 
-    assert in_child(steps_that_can_be_restored) == [[9, "memory"], [1, "remote"], [9, "disk"]]
+    assert in_child(what_can_be_restored) == [[9, "memory"], [1, "remote"], [9, "memory"]]
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["the bucket was told", "it was not"])
+@pytest.mark.parametrize("back", [True, False], ids=["an older one restored", "nothing restored"])
+def test_a_run_that_has_saved_in_memory_alone_is_no_other_branch(
+    tmp_path: Path, tier: MemoryTier, url: str, back: bool, told: bool
+) -> None:
+    """Disk and bucket end with a step that the run has left behind."""
+    run = tmp_path / "run"
+
+    def leaves_it_behind() -> None:
+        if not told:
+            DrainOwner._write_line = _never  # type: ignore[method-assign, assignment]
+        engine = engine_on(run, tier, url, keep_last=3).open()
+        if back:
+            assert restored_by(engine, 1)[0] == 1
+        save(engine, 4, "memory")
+        if told:
+            _until(lambda: not engine._core.assembly.drain.owner.begins)  # type: ignore[union-attr]
+
+    train(run, tier, url, (1, "remote"), (2, "remote"), (3, "remote"))
+    in_child(leaves_it_behind)
+    assert train(run, tier, url, (5, "remote"))[:2] == (4, "memory")
+    assert in_bucket(tmp_path)[0] == 5
+    lose_the_host(run, tier)
+    assert train(run, tier, url)[:2] == (5, "remote")
+
+
+async def _never(*_: object) -> None:
+    await asyncio.sleep(1000)
+
+
+def _until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("drained", [True, False])
+def test_closing_saves_the_newest_in_memory_though_an_older_one_was_restored(
+    tmp_path: Path, tier: MemoryTier, url: str, drained: bool
+) -> None:
+    run = tmp_path / "run"
+
+    def first() -> None:
+        engine = engine_on(run, tier, url if drained else None, keep_last=2).open()
+        for step, where in ((1, "disk"), (2, "disk"), (3, "memory")):
+            save(engine, step, where)
+
+    def closes() -> int:
+        with engine_on(run, tier, url if drained else None, keep_last=2) as engine:
+            return restored_by(engine, 2)[0]
+
+    in_child(first)
+    assert in_child(closes) == 2
+    assert [info.step for info in list_checkpoints(run)] == [3, 2]
+    if drained:
+        assert in_bucket(tmp_path)[0] == 3
+
+
+@pytest.mark.parametrize("memory", [True, False])
+def test_a_restore_from_the_bucket_leaves_the_disks_line_as_it_is(
+    tmp_path: Path, tier: MemoryTier, url: str, memory: bool
+) -> None:
+    run, beside = tmp_path / "run", tier if memory else None
+
+    def first() -> None:
+        save(engine_on(run, beside, url).open(), 1, "remote")
+
+    def second() -> None:
+        engine = engine_on(run, beside, url).open()
+        engine.restore(state_of(-1))
+        save(engine, 2, "remote")
+        save(engine, 3, "remote")
+
+    def looks_back() -> list[Any]:
+        engine = engine_on(run, beside, url).open()
+        found = [restored_by(engine, 1)]
+        engine.pin(step=3)
+        return [*found, restored_by(engine, None)]
+
+    def goes_on() -> None:
+        engine = engine_on(run, beside, url).open()
+        for step in (1, None):
+            restored_by(engine, step)
+        save(engine, 5, "remote")
+
+    in_child(first)
+    in_child(second)
+    assert in_child(looks_back) == [[1, "remote"], [3, "memory" if memory else "disk"]]
+    assert in_child(looks_back) == [[1, "remote"], [3, "memory" if memory else "disk"]]
+    in_child(goes_on)
+    assert in_child(lambda: restored_by(engine_on(run, beside, url).open(), 3)) == [3, "remote"]
+
+
+def test_a_cancelled_beginning_is_done_again(tmp_path: Path, tier: MemoryTier, url: str) -> None:
+    run = tmp_path / "run"
+
+    def cancelled() -> None:
+        engine = engine_on(run, tier, url).open()
+        assert restored_by(engine, None) == (1, "memory")
+        assembly, loop = engine._core.assembly, engine._core.loop
+        memory, before = assembly.memory, assembly.store.committed.record.line
+        assert memory is not None
+        loop.call(memory.turn.acquire())
+        pending = engine.checkpoint(state_of(2), step=2, tier="memory")
+        _until(lambda: assembly.store.committed.record.line != before)
+
+        async def cancel() -> None:
+            for task in assembly.scheduler.tasks.values():
+                task.cancel()
+            await asyncio.sleep(0.1)
+            memory.turn.release()
+
+        loop.call(cancel())
+        with pytest.raises(CheckpointError):
+            pending.wait_reached("memory", 30)
+        save(engine, 4, "memory")
+
+    train(run, tier, url, (1, "disk"))
+    in_child(cancelled)
+    assert train(run, tier, url)[:2] == (4, "memory")
+
+
+def test_a_checkpoint_that_a_pin_saves_on_disk_is_copied(tmp_path: Path, tier: MemoryTier, url: str) -> None:
+    def work() -> None:
+        engine = engine_on(tmp_path / "run", tier, url).open()
+        save(engine, 1, "remote")
+        save(engine, 2, "memory")
+        engine.pin(step=2)
+        _until(lambda: engine.checkpoints()[0].tiers == ("memory", "disk", "remote"))
+
+    in_child(work)
+    assert in_bucket(tmp_path)[0] == 2
+
+
+@pytest.mark.parametrize("verb", ["remove", "reject"])
+def test_the_bucket_drops_what_memory_fails_to_drop(tmp_path: Path, tier: MemoryTier, url: str, verb: str) -> None:
+    def work() -> None:
+        async def fails(_: Memory) -> None:
+            raise OSError(5, "memory failed")
+
+        Memory.follow_disk = fails  # type: ignore[method-assign, assignment]
+        engine = engine_on(tmp_path / "run", tier, url, keep_last=3).open()
+        for step in (1, 2):
+            save(engine, step, "remote")
+        with pytest.raises(OSError, match="memory failed"):
+            getattr(engine, verb)(step=2)
+        _until(lambda: in_bucket(tmp_path) == [1])
+
+    in_child(work)
 
 
 def test_what_is_removed_or_rejected_is_so_in_all_tiers(tmp_path: Path, tier: MemoryTier, url: str) -> None:
     run = tmp_path / "run"
 
     def work() -> None:
-        engine = SyncCheckpointEngine(run, memory=tier, drain=Drain(url), keep_last=3, save_last=False).open()
+        engine = engine_on(run, tier, url, keep_last=3).open()
         for step in (1, 2, 3):
-            engine.checkpoint(state_of(step), step=step).wait_reached("remote", 60)
+            save(engine, step, "remote")
         engine.remove(step=2)
         engine.reject(step=3)
         assert engine.restore(state := state_of(-1)) is not None
@@ -194,6 +361,7 @@ def test_a_checkpoint_for_memory_alone_does_not_reach_the_bucket(tmp_path: Path,
         second = engine.checkpoint(state_of(2), step=2)
         second.wait_reached("remote", 20)
         assert engine.checkpoints()[0].tiers == ("memory", "disk", "remote")
+    assert in_bucket(tmp_path) == [2]
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.campaign) for seed in range(1, 40))])
