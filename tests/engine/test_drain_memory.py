@@ -273,6 +273,7 @@ def test_a_restore_from_the_bucket_leaves_the_disks_line_as_it_is(
     assert in_child(looks_back) == [[1, "remote"], [3, "memory" if memory else "disk"]]
     assert in_child(looks_back) == [[1, "remote"], [3, "memory" if memory else "disk"]]
     in_child(goes_on)
+    shutil.rmtree(run)
     assert in_child(lambda: restored_by(engine_on(run, beside, url).open(), 3)) == [3, "remote"]
 
 
