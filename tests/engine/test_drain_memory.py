@@ -8,6 +8,7 @@ import random
 import shutil
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from pccheck_async import (
 from pccheck_async.bucket import BucketMedium, Objects
 from pccheck_async.bucket.objects import Patient
 from pccheck_async.engine import drain as draining
+from pccheck_async.engine.drain import Draining
 from pccheck_async.engine.drain_owner import DrainOwner
 from pccheck_async.engine.memory import Memory
 from pccheck_async.format.record import slot_name
@@ -275,6 +277,27 @@ def test_a_restore_from_the_bucket_leaves_the_disks_line_as_it_is(
     in_child(goes_on)
     shutil.rmtree(run)
     assert in_child(lambda: restored_by(engine_on(run, beside, url).open(), 3)) == [3, "remote"]
+
+
+def test_many_lives_without_a_copy_do_not_shut_the_bucket(tmp_path: Path, url: str) -> None:
+    """More than a line has links: what is there does not count beside the disk, and the next copy takes its place."""
+    run = tmp_path / "run"
+
+    def lives(step: int, where: str) -> tuple[int, str]:
+        if where == "disk":
+            Draining.send = _never  # type: ignore[method-assign, assignment]
+        engine = engine_on(run, None, url).open()
+        found = restored_by(engine, None)
+        save(engine, step, where)
+        return found
+
+    assert in_child(lambda: lives(1, "remote")) == [-1, "none"]
+    for step in range(2, 13):
+        assert in_child(partial(lives, step, "disk")) == [step - 1, "disk"]
+    assert in_child(lambda: lives(13, "remote")) == [12, "disk"]
+    assert in_bucket(tmp_path)[0] == 13
+    shutil.rmtree(run)
+    assert in_child(lambda: restored_by(engine_on(run, None, url).open(), None)) == [13, "remote"]
 
 
 def test_a_cancelled_beginning_is_done_again(tmp_path: Path, tier: MemoryTier, url: str) -> None:
