@@ -31,13 +31,11 @@ from pccheck_async import (
     load_sync,
     stores,
 )
-from pccheck_async.bucket import Objects, upload
+from pccheck_async.bucket import upload
 from pccheck_async.bucket.names import digest
-from pccheck_async.bucket.objects import Patient, RefusedError
-from pccheck_async.engine import drain as draining
-from pccheck_async.engine import drain_owner
+from pccheck_async.bucket.objects import RefusedError
 from pccheck_async.errors import DamagedError, StoreError, WriteError
-from tests.support.lying_objects import LyingObjects
+from tests.support.lying_objects import LyingObjects, use_in_drains
 
 
 def state(step: int, nbytes: int = 1 << 16) -> dict[str, Any]:
@@ -60,12 +58,7 @@ def url(tmp_path: Path) -> str:
 def lying(monkeypatch: pytest.MonkeyPatch) -> LyingObjects:
     """The bucket of all drains."""
     objects = LyingObjects()
-
-    def made(*_: object, **settings: Any) -> Objects:
-        return Patient(objects, settings["deadline"], pause=0.001)
-
-    monkeypatch.setattr(draining, "open_objects", made)
-    monkeypatch.setattr(drain_owner, "_FIRST_PAUSE", 0.01)
+    use_in_drains(objects, monkeypatch)
     return objects
 
 

@@ -23,15 +23,13 @@ from pccheck_async import (
     SyncCheckpointEngine,
     list_checkpoints,
 )
-from pccheck_async.bucket import BucketMedium, Objects
-from pccheck_async.bucket.objects import Patient
-from pccheck_async.engine import drain as draining
+from pccheck_async.bucket import BucketMedium
 from pccheck_async.engine.drain import Draining
 from pccheck_async.engine.drain_owner import DrainOwner
 from pccheck_async.engine.memory import Memory
 from pccheck_async.format.record import slot_name
 from tests.support.children import in_child
-from tests.support.lying_objects import FolderOfObjects, LyingObjects
+from tests.support.lying_objects import FolderOfObjects, LyingObjects, use_in_drains
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 
@@ -44,11 +42,7 @@ def tier(shared_memory: Path) -> MemoryTier:
 @pytest.fixture
 def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The URL of a bucket in a folder, which forked processes may use."""
-
-    def made(*_: object, **settings: Any) -> Objects:
-        return Patient(LyingObjects(FolderOfObjects(tmp_path / "bucket")), settings["deadline"], pause=0.001)
-
-    monkeypatch.setattr(draining, "open_objects", made)
+    use_in_drains(LyingObjects(FolderOfObjects(tmp_path / "bucket")), monkeypatch)
     return f"s3://folder{tmp_path}/bucket"
 
 

@@ -24,9 +24,8 @@ import torch
 from pccheck_async import Drain, FlatShard, Group, StorageOptions, SyncCheckpointEngine
 from pccheck_async.bucket import BucketMedium, CommitRecord, Kept, Objects, Owner, upload
 from pccheck_async.bucket.names import commit_number
-from pccheck_async.bucket.objects import Patient
 from pccheck_async.bucket.record import decode_commit
-from pccheck_async.engine import Draining, drain_owner
+from pccheck_async.engine import Draining
 from pccheck_async.engine import drain as draining
 from pccheck_async.errors import CheckpointError, NoCheckpointError
 from pccheck_async.group.drain import GroupDrain
@@ -34,7 +33,7 @@ from pccheck_async.group.messages import AnyDecision, Opened
 from pccheck_async.group.ranks import Ranks
 from pccheck_async.store import Source
 from pccheck_async.testing.probe import probe
-from tests.support.lying_objects import FolderOfObjects, LyingObjects
+from tests.support.lying_objects import FolderOfObjects, LyingObjects, use_in_drains
 from tests.support.ranks import run_ranks, wait_for
 from tests.support.thread_ranks import on_ranks
 
@@ -51,12 +50,7 @@ ELEMENTS = 6000
 def lying(monkeypatch: pytest.MonkeyPatch) -> LyingObjects:
     """The bucket of all drains."""
     objects = LyingObjects()
-
-    def made(*_: object, **settings: Any) -> Objects:
-        return Patient(objects, settings["deadline"], pause=0.001)
-
-    monkeypatch.setattr(draining, "open_objects", made)
-    monkeypatch.setattr(drain_owner, "_FIRST_PAUSE", 0.01)
+    use_in_drains(objects, monkeypatch)
     return objects
 
 

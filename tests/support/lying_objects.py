@@ -17,12 +17,15 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from pccheck_async.bucket import BucketMedium, protocol
 from pccheck_async.bucket.names import commit_number, data_name, digest
-from pccheck_async.bucket.objects import Data, MissingObjectError, Objects, RefusedError
+from pccheck_async.bucket.objects import Data, MissingObjectError, Objects, Patient, RefusedError
 from pccheck_async.bucket.owner import Owner
 from pccheck_async.bucket.record import CommitRecord, PartIndex, PartName, decode_commit, decode_index
 from pccheck_async.bucket.upload import Draft
+from pccheck_async.engine import drain, drain_owner
 from pccheck_async.errors import DamagedError, ReadError, StoreLockedError, WriteError
 from pccheck_async.format import Entry, crc32
 from pccheck_async.format.record import slot_name
@@ -641,3 +644,13 @@ def played(scenario: Scenario, seed: int) -> World:
         for run in world.runs:
             run.work.close()
     return world
+
+
+def use_in_drains(objects: LyingObjects, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make these objects the bucket of all drains, which try again at once."""
+
+    def made(*_: object, **settings: Any) -> Objects:
+        return Patient(objects, settings["deadline"], pause=0.001)
+
+    monkeypatch.setattr(drain, "open_objects", made)
+    monkeypatch.setattr(drain_owner, "_FIRST_PAUSE", 0.01)
