@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import threading
@@ -28,6 +29,7 @@ def limit_threads(patch: pytest.MonkeyPatch, left: int) -> None:
 @contextmanager
 def limited_descriptors(free: int) -> Iterator[None]:
     """Let this process open so many more files, as under ``ulimit -n``."""
+    gc.collect()  # loops that could not be made hold descriptors until then, and would give them back inside
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = max(map(int, os.listdir("/proc/self/fd"))) + 1
     held = [os.open("/dev/null", os.O_RDONLY) for _ in range(used - len(os.listdir("/proc/self/fd")))]  # no gaps
