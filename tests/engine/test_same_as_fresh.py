@@ -206,7 +206,7 @@ def walks(seeds: range, saves: int) -> Counter[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("largest_copy", [1 << 20, 40])
+@pytest.mark.parametrize("largest_copy", [1 << 20, pytest.param(40, marks=pytest.mark.campaign)])
 def test_saved_as_a_fresh_engine_would(largest_copy: int, monkeypatch: pytest.MonkeyPatch) -> None:
     capture_at_once(monkeypatch, largest_copy)
     counts = walks(range(6), 40)

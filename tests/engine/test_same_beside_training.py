@@ -76,7 +76,7 @@ def walk(folder: Path, seed: int, saves: int) -> Counter[str]:
     return counts
 
 
-@pytest.mark.parametrize("largest_copy", [1 << 20, 0])
+@pytest.mark.parametrize("largest_copy", [1 << 20, pytest.param(0, marks=pytest.mark.campaign)])
 def test_what_loads_is_what_a_fresh_engine_saves(
     tmp_path: Path, largest_copy: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,7 +33,7 @@ WORLDS = {
     "copies on three hosts": World(hosts=(0, 1, 2), worlds=(3,), without_memory=False, replicas=1),
     "copies, all of it": World(hosts=(0, 1, 1), worlds=(2, 3), replicas=1),
 }
-SUITE = ["two hosts", "three ranks or two, all of it", "copies", "copies, all of it"]
+SUITE = ["two hosts", "copies", "copies, all of it"]
 """The worlds that are explored outside the campaign, too."""
 
 

@@ -531,7 +531,15 @@ def resumable(epoch: int) -> Any:
 @pytest.mark.parametrize(
     "every", [pytest.param(0, marks=pytest.mark.campaign), 1, pytest.param(2, marks=pytest.mark.campaign)]
 )
-@pytest.mark.parametrize("kind", [shuffled, growing, drawn, seeded, sampled, resumable])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        shuffled,
+        growing,
+        resumable,
+        *(pytest.param(kind, marks=pytest.mark.campaign) for kind in (drawn, seeded, sampled)),
+    ],
+)
 def test_loaders_that_are_made_again_are_those_of_a_run_that_never_stopped(
     tmp_path: Path, kind: Callable[[int], Any], every: int
 ) -> None:
@@ -549,7 +557,16 @@ def test_loaders_that_are_made_again_are_those_of_a_run_that_never_stopped(
         pytest.param("min_size", marks=pytest.mark.campaign),
     ],
 )
-@pytest.mark.parametrize("kind", ["resumable", "shuffled", "seeded", "workers", "unsized"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "resumable",
+        "shuffled",
+        "seeded",
+        pytest.param("workers", marks=pytest.mark.campaign),
+        pytest.param("unsized", marks=pytest.mark.campaign),
+    ],
+)
 def test_several_loaders_go_on_where_each_of_them_was(tmp_path: Path, kind: str, mode: str) -> None:
     def loader(size: int, batch: int) -> Any:
         samples = kit.Samples(size, random=kind != "shuffled")
@@ -588,7 +605,7 @@ def test_several_loaders_of_which_some_have_a_position_are_refused_before_the_fi
 
 
 @pytest.mark.parametrize("whole", [pytest.param(False, marks=pytest.mark.campaign), True])
-@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("first", [pytest.param(False, marks=pytest.mark.campaign), True])
 @pytest.mark.filterwarnings("ignore:The provided params to be frozen already exist within another group")
 def test_a_backbone_that_was_unfrozen_is_trained_on(tmp_path: Path, first: bool, whole: bool) -> None:
     """The callback adds parameters to the optimizer in the second epoch, and changes their learning rate after it."""
@@ -815,7 +832,9 @@ def save_once(io: Any, path: Path, value: float) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("apart", [3, pytest.param(1, marks=pytest.mark.campaign)])
-@pytest.mark.parametrize("before", ["nothing", "a file", "a checkpoint"])
+@pytest.mark.parametrize(
+    "before", ["a checkpoint", *(pytest.param(each, marks=pytest.mark.campaign) for each in ("nothing", "a file"))]
+)
 def test_a_save_killed_at_any_operation_leaves_what_was_there(tmp_path: Path, before: str, apart: int) -> None:
     path, ended, operation = tmp_path / "a.ckpt", False, 0
     while not ended:
