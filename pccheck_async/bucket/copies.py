@@ -90,6 +90,15 @@ class BucketState(msgspec.Struct, frozen=True, array_like=True):
         """The checkpoints that are valid beside those on disk, newest first."""
         return [copy for copy in self.copies if copy.number not in self.foreign]
 
+    def beyond(self, line: Line | None) -> Line | None:
+        """Return the line of the newest valid checkpoint if ``line``, that of the disk, does not accept that one.
+
+        Then another run has gone on from what is on disk: what this disk's run has saved since does not count, wherever
+        it is. None: the disk's line accepts it, or there is none.
+        """
+        newest = next(iter(self.valid), None)
+        return None if newest is None or _accepts(line, newest) else newest.line
+
     def beside(self, line: Line | None, newest: int | None, *, of_group: bool) -> BucketState:
         """Return this state with :attr:`foreign` set: all are, if the newest one is of another branch.
 

@@ -184,21 +184,25 @@ class Memory:
         self.tier = tier
         self._disk = disk
         self._removed = False  # by closing
+        self._beyond: Line | None = None
         self._growing: asyncio.Task[None] | None = None
         self._held_until = 0.0  # by readers
         self._open_beside = open_beside
         self._beside: dict[Path, Store] = {}
         self.on_off: Callable[[str], object] = lambda _: None
 
-    def adopt_line(self) -> None:
+    def adopt_line(self, beyond: Line | None = None) -> None:
         """Apply the line of the store on disk, and log which checkpoints in memory it makes invalid.
 
-        Called after the opening, if this process saves alone.
+        Called after the opening, if this process saves alone. ``beyond``: as for :meth:`.BucketState.beyond`; until
+        this run writes its own line, checkpoints in memory have to be on that one, too.
         """
-        store = self.store
+        store, self._beyond = self.store, beyond
         store.committed.line = store.committed.record.line
         if ignored := [entry.step for entry in store.committed.entries if entry not in self.entries]:
             text = "checkpoints of steps %s in %s do not count: the store on disk does not descend from their run"
+            if beyond is not None:
+                text += ", or another run has gone on from it, whose checkpoints are in the bucket"
             write("memory_ignored", text, ignored, self.folder)
 
     @classmethod
@@ -302,7 +306,9 @@ class Memory:
         """The checkpoints in memory that the disk's line accepts, newest first."""
         if self._removed:
             return ()
-        return on_the_line(self.store.committed.entries, self.store.committed.line, self._disk.committed.line)
+        own = self.store.committed.line
+        there = on_the_line(self.store.committed.entries, own, self._disk.committed.line)
+        return there if self._beyond is None else on_the_line(there, own, self._beyond)
 
     @property
     def largest_counter(self) -> int:
@@ -313,7 +319,7 @@ class Memory:
         """Drop the checkpoints that the disk's new line does not accept; if that fails, the tier is turned off."""
         async with self.turn:
             kept = {entry.counter for entry in self.entries}
-            self.store.committed.line = line
+            self.store.committed.line, self._beyond = line, None
             try:
                 await self.store.amend(lambda entries: [entry for entry in entries if entry.counter in kept])
             except OSError as error:

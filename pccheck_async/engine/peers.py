@@ -435,7 +435,7 @@ class Alone(Peers):
         if tiers := [tier for tier in (memory, drain) if tier is not None]:
             self._line = RunLine(store, run, base, tiers)
         if memory is not None:
-            memory.adopt_line()
+            memory.adopt_line(None if drain is None else drain.state.beyond(store.committed.line))
         return Connected(base, None)
 
     async def admitted(self, counter: int) -> bool:

@@ -414,3 +414,84 @@ def test_what_was_saved_last_is_restored(tmp_path: Path, tier: MemoryTier, url: 
 
 
 REACHED = {"memory": ("memory",), "disk": ("memory", "disk"), "remote": ("memory", "disk", "remote")}
+
+
+def test_a_host_that_comes_back_does_not_go_on_from_what_another_one_has_left_behind(
+    tmp_path: Path, tier: MemoryTier, url: str
+) -> None:
+    """Its disk and its memory are of a run that another one, elsewhere, has gone on from by the bucket."""
+    run = tmp_path / "run"
+    elsewhere = MemoryTier(interval=1, path=str(Path(tier.path) / "elsewhere"))
+    Path(elsewhere.path).mkdir()
+    train(run, tier, url, (1, "remote"), (2, "memory"), (3, "memory"))
+    assert train(tmp_path / "other", elsewhere, url, (12, "remote"))[:2] == (1, "remote")
+    assert train(run, tier, url)[:2] == (12, "remote")
+
+
+def test_memory_counts_where_another_run_has_copied_nothing_yet(tmp_path: Path, tier: MemoryTier, url: str) -> None:
+    run = tmp_path / "run"
+    elsewhere = MemoryTier(interval=1, path=str(Path(tier.path) / "elsewhere"))
+    Path(elsewhere.path).mkdir()
+    train(run, tier, url, (1, "remote"), (2, "memory"), (3, "memory"))
+    assert train(tmp_path / "other", elsewhere, url, (12, "memory"))[:2] == (1, "remote")
+    assert train(run, tier, url, (4, "remote"))[:2] == (3, "memory")
+    assert train(run, tier, url)[:2] == (4, "memory")
+
+
+@pytest.mark.parametrize("seed", [4, *(pytest.param(seed, marks=pytest.mark.campaign) for seed in range(5, 44))])
+def test_lives_on_two_hosts_in_turn(tmp_path: Path, tier: MemoryTier, url: str, seed: int) -> None:
+    """Each host has a disk and a memory of its own, and both have one bucket: none goes on from what was left behind.
+
+    A host goes on from what is its own if the bucket's newest checkpoint is behind that; from the bucket if that is
+    ahead of its disk; and is refused if neither goes on from the other.
+    """
+    draw, hosts, parents = random.Random(seed), [_Host(tmp_path, tier, name) for name in "ab"], dict[int, int]()
+    step, seen = 0, set[str]()
+
+    def line_of(tip: int) -> list[int]:
+        """Return a step, and those that it goes on from, newest first."""
+        line = [tip] if tip > 0 else []
+        while line and (before := parents[line[-1]]) > 0:
+            line.append(before)
+        return line
+
+    for life in range(8):
+        host, bucket = draw.choice(hosts), next(iter(in_bucket(tmp_path)), -1)
+        saves = [
+            (step + 1 + each, draw.choice(("memory", "memory", "disk", "remote"))) for each in range(draw.randrange(4))
+        ]
+        try:
+            found, source, _ = train(host.run, host.tier, url, *saves)
+        except AssertionError as error:
+            if "hold checkpoints of different runs" not in str(error):
+                raise
+            assert bucket not in line_of(host.tip), life
+            assert host.disk not in line_of(bucket), life
+            seen.add("refused")
+            continue
+        step += len(saves)
+        if bucket in line_of(host.tip) or bucket < 0:
+            assert found == max(host.memory, host.disk, bucket), (life, source)
+            seen.add("own")
+        else:
+            assert host.disk in (-1, *line_of(bucket)), life
+            assert (found, source) == (bucket, "remote"), life
+            seen.add("ahead")
+        for each, where in saves:
+            parents[each], found = found, each
+            host.memory, host.tip = each, each
+            host.disk = host.disk if where == "memory" else each
+        if draw.random() < 0.2 and any(Path(host.tier.path).iterdir()):
+            shutil.rmtree(folder_in(host.tier))
+            host.memory = -1
+    assert {"own", "ahead"} <= seen or seed != 4, "seed 4 is the one in the suite"
+
+
+class _Host:
+    """A folder and a memory; its newest step in each, and the newest step of the last run on it."""
+
+    def __init__(self, folder: Path, tier: MemoryTier, name: str) -> None:
+        self.run = folder / name
+        self.tier = MemoryTier(interval=1, path=str(Path(tier.path) / name))
+        Path(self.tier.path).mkdir()
+        self.memory = self.disk = self.tip = -1
