@@ -589,6 +589,29 @@ def test_a_pinned_one_that_is_older_comes_after_the_one_that_was_superseded(tmp_
         assert load_sync(tmp_path)["step"] == 0
 
 
+@pytest.mark.parametrize("most", [1, 2])
+def test_a_superseded_one_counts_again_only_where_a_record_has_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """Else no record could be written any more."""
+    settings: dict[str, Any] = {"max_in_flight": 1, "storage": StorageOptions(chunk_bytes=4096), "save_last": False}
+    with SyncCheckpointEngine(tmp_path, **settings) as engine:
+        for step in range(3):
+            engine.checkpoint(state_of(step), step=step).result(60)
+            if step == 0:
+                engine.pin(step=0)
+    damage(tmp_path, 2, "chunk")
+    monkeypatch.setattr("pccheck_async.store.store.MOST_ENTRIES", most)
+    with SyncCheckpointEngine(tmp_path, **settings) as engine:
+        with pytest.warns(RuntimeWarning, match="falling back to step 1"):
+            restored = engine.restore(state_of(9))
+        assert restored is not None
+        assert restored.step == 1
+        assert [info.step for info in engine.checkpoints()] == [1, 0][2 - most :]
+        engine.checkpoint(state_of(3), step=3).result(60)
+        assert [info.step for info in engine.checkpoints()] == [3, 0]
+
+
 def test_a_removed_one_does_not_come_back(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path, keep_last=2, storage=StorageOptions(chunk_bytes=4096)) as engine:
         for step in range(2):

@@ -145,7 +145,8 @@ def test_parts_that_are_not_encoded_again_are_the_same() -> None:
         msgspec.structs.replace(first, step=3),
         msgspec.structs.replace(first, tensors=(tensor(requires_grad=True), *first.tensors[1:])),
         msgspec.structs.replace(first, skeleton=DictNode(["x", "y"], [ArrayNode(1), ArrayNode(0)])),
-        msgspec.structs.replace(first, storages=(StorageEntry(0, 24), StorageEntry(128, 24))),
+        first,
+        msgspec.structs.replace(first, storages=(StorageEntry(0, 24), StorageEntry(128, 24))),  # and nothing else
         *(
             msgspec.structs.replace(first, skeleton=DictNode(["x", "y", "n"], [one, other, step]))
             for one, other, step in (
