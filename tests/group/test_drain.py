@@ -21,7 +21,7 @@ pytest.importorskip("obstore")
 
 import torch
 
-from pccheck_async import Drain, FlatShard, Group, StorageOptions, SyncCheckpointEngine
+from pccheck_async import Drain, FlatShard, Group, StorageOptions, SyncCheckpointEngine, stores
 from pccheck_async.bucket import BucketMedium, CommitRecord, Kept, Objects, Owner, upload
 from pccheck_async.bucket.names import commit_number
 from pccheck_async.bucket.record import PartName, decode_commit
@@ -785,6 +785,26 @@ def test_a_checkpoint_whose_run_no_line_names_is_not_copied(
     assert "step 2 is not copied to lying://bucket: rank 1: " in caplog.text
     saved(tmp_path / "run", range(3, 4), keep_last=2)
     assert restored(tmp_path / "run", 2, of=2, keep_last=2) == [(3, "disk")] * 2
+
+
+def test_a_copy_of_what_the_line_does_not_name_is_restored_all_the_same(
+    tmp_path: Path, lying: LyingObjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint that a run has left behind, copied by a command: the copy's own line names its run."""
+    other = LyingObjects()
+    monkeypatch.setattr("pccheck_async.upkeep.copying.open_objects", lambda *_, **__: other)
+
+    def work(group: Group, step: int | None, *saves: int) -> None:
+        with engine_on(tmp_path / "run", group, keep_last=9) as engine:
+            engine.restore(state_of(group, 0), step=step)
+            for each in saves:
+                engine.checkpoint(state_of(group, each), step=each).result(30)
+
+    on_ranks(2, lambda group: work(group, None, 1, 2, 3))
+    on_ranks(2, lambda group: work(group, 1, 12))
+    stores.copy(tmp_path / "run", URL, step=3)
+    use_in_drains(other, monkeypatch)
+    assert restored(tmp_path / "other", 2, of=2) == [(3, "remote")] * 2
 
 
 def test_a_checkpoint_of_an_abandoned_branch_is_not_copied_under_another_runs_id(
