@@ -23,7 +23,7 @@ from pccheck_async import (
     SyncCheckpointEngine,
     list_checkpoints,
 )
-from pccheck_async.bucket import BucketMedium
+from pccheck_async.bucket import BucketMedium, Owner
 from pccheck_async.engine.drain import Draining
 from pccheck_async.engine.drain_owner import DrainOwner
 from pccheck_async.engine.memory import Memory
@@ -237,6 +237,18 @@ def test_closing_saves_the_newest_in_memory_though_an_older_one_was_restored(
         assert in_bucket(tmp_path)[0] == 3
 
 
+def test_a_run_that_began_anew_and_lost_all_does_not_hide_the_bucket(
+    tmp_path: Path, tier: MemoryTier, url: str
+) -> None:
+    """It saved in memory alone, and its line is all that is on disk."""
+    run = tmp_path / "run"
+    train(run, tier, url, (1, "remote"))
+    lose_the_host(run, tier)
+    in_child(lambda: save(engine_on(run, tier, url).open(), 4, "memory"))
+    shutil.rmtree(folder_in(tier))
+    assert train(run, tier, url)[:2] == (1, "remote")
+
+
 @pytest.mark.parametrize("memory", [True, False])
 def test_a_restore_from_the_bucket_leaves_the_disks_line_as_it_is(
     tmp_path: Path, tier: MemoryTier, url: str, memory: bool
@@ -369,6 +381,20 @@ def test_what_is_removed_or_rejected_is_so_in_all_tiers(tmp_path: Path, tier: Me
     assert train(run, tier, url)[:2] == (1, "disk")
     shutil.rmtree(run)
     assert train(run, tier, url)[:2] == (1, "remote")
+
+
+def test_what_was_removed_is_not_restored_from_a_bucket_that_has_it_yet(
+    tmp_path: Path, tier: MemoryTier, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine_on(tmp_path / "run", tier, url, keep_last=2) as engine:
+        save(engine, 1, "remote")
+        save(engine, 2, "remote")
+        with monkeypatch.context() as patch:
+            patch.setattr(Owner, "amend", _never)
+            engine.remove(step=2)
+            assert restored_by(engine, None)[0] == 1
+            engine.close(1)
+    assert in_bucket(tmp_path)[0] == 2
 
 
 def test_a_checkpoint_for_memory_alone_does_not_reach_the_bucket(tmp_path: Path, tier: MemoryTier, url: str) -> None:
