@@ -6,6 +6,7 @@ It may import ``store`` and lower layers, but no engine. ``names``, ``record``, 
 the first bucket is opened.
 """
 
+from pccheck_async.bucket.compression import Compressing, Compression
 from pccheck_async.bucket.copies import BucketState, Copied, Phase, copies_of
 from pccheck_async.bucket.medium import BucketMedium
 from pccheck_async.bucket.objects import Objects, RefusedError
@@ -15,6 +16,7 @@ from pccheck_async.bucket.record import CommitRecord, Kept, PartName
 from pccheck_async.bucket.upload import Draft, Upload, send_part
 
 __all__ = [
-    "BucketMedium", "BucketState", "CommitRecord", "Copied", "Draft", "Kept", "Location", "Objects", "Owner",
-    "PartName", "Phase", "RefusedError", "Upload", "copies_of", "is_location", "open_objects", "send_part", "shown",
+    "BucketMedium", "BucketState", "CommitRecord", "Compressing", "Compression", "Copied", "Draft", "Kept", "Location",
+    "Objects", "Owner", "PartName", "Phase", "RefusedError", "Upload", "copies_of", "is_location", "open_objects",
+    "send_part", "shown",
 ]  # fmt: skip

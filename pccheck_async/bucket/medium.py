@@ -9,6 +9,7 @@ missing and its commit is not live any more, it was replaced, and the reader sta
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import hashlib
 from bisect import bisect_right
@@ -19,9 +20,10 @@ from typing import NoReturn
 from msgspec.structs import replace
 
 from pccheck_async.bucket import protocol
+from pccheck_async.bucket.coding import decompress, stored_range
 from pccheck_async.bucket.copies import Copied
 from pccheck_async.bucket.names import COMMITS
-from pccheck_async.bucket.objects import MissingObjectError, Objects
+from pccheck_async.bucket.objects import INSTALL, MissingObjectError, Objects, RefusedError
 from pccheck_async.bucket.owner import read_commit, read_index
 from pccheck_async.bucket.record import CommitRecord, Kept, PartIndex
 from pccheck_async.errors import CorruptStoreError, DamagedError, ReadError, WriteError
@@ -43,7 +45,7 @@ from pccheck_async.format.record import (
 from pccheck_async.medium import File, Medium, MediumFacts, MediumStatistics, Part
 from pccheck_async.store import rank_name, rank_of
 from pccheck_async.telemetry import StageClock, write
-from pccheck_async.transfer import Tasks
+from pccheck_async.transfer import Tasks, uninterrupted
 
 __all__ = ["BucketMedium"]
 
@@ -233,15 +235,31 @@ class BucketMedium(Medium):
                 into[low - offset : end - offset] = tail[low - starts[-1] : end - starts[-1]]
             try:
                 async with Tasks() as tasks:
-                    first = max(0, bisect_right(starts, offset) - 1)
-                    for (key, size), start in zip(index.objects[first:], starts[first:], strict=False):
-                        low, high = max(offset, start), min(end, start + size)
+                    for number in range(max(0, bisect_right(starts, offset) - 1), len(index.objects)):
+                        low, high = max(offset, starts[number]), min(end, starts[number + 1])
                         if low >= high:
                             break
-                        tasks.create_task(self.objects.read(key, low - start, into[low - offset : high - offset]))
+                        part = into[low - offset : high - offset]
+                        tasks.create_task(self._read_object(index, number, low - starts[number], part))
             except MissingObjectError as error:
                 raise await self.lost(file, f"in the bucket {error}") from None
             return max(0, end - offset)
+
+    async def _read_object(self, index: PartIndex, number: int, start: int, into: memoryview) -> None:
+        """Fill ``into`` from an object's bytes, from ``start`` on, as they were before it was compressed."""
+        (key, nbytes), blocks = index.objects[number], index.blocks_of(number)
+        if not blocks:
+            await self.objects.read(key, start, into)
+            return
+        low, high = stored_range(blocks, start, len(into))
+        stored = memoryview(bytearray(high - low))
+        await self.objects.read(key, low, stored)
+        try:
+            await uninterrupted(asyncio.to_thread(decompress, stored, blocks, nbytes, start, into))
+        except ImportError:
+            raise RefusedError(f"compressed objects in {self.objects.url} need zstandard: {INSTALL}") from None
+        except DamagedError as error:
+            raise DamagedError(f"{key}: {error}") from None
 
     async def _read_commit(self, offset: int, into: memoryview, rank: int | None) -> int:
         record = await self._record(rank)

@@ -16,10 +16,13 @@ from typing import Final, TypeAlias, TypeVar
 
 from pccheck_async.errors import ReadError, StoreError, WriteError
 
-__all__ = ["Data", "MissingObjectError", "Objects", "Patient", "RefusedError"]
+__all__ = ["INSTALL", "Data", "MissingObjectError", "Objects", "Patient", "RefusedError"]
 
 T = TypeVar("T")
 Data: TypeAlias = bytes | memoryview
+
+
+INSTALL = 'pip install "pccheck-async[bucket]"'
 
 
 class RefusedError(StoreError):

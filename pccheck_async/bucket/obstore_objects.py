@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 from urllib.parse import unquote, urlsplit
 
-from pccheck_async.bucket.objects import Data, MissingObjectError, Objects, Patient, RefusedError
+from pccheck_async.bucket.objects import INSTALL, Data, MissingObjectError, Objects, Patient, RefusedError
 from pccheck_async.errors import NoCheckpointError, ReadError, WriteError
 
 __all__ = ["Location", "ObstoreObjects", "is_location", "open_objects", "shown"]
@@ -93,9 +93,7 @@ def open_objects(
         import xxhash  # noqa: F401 - for the names of objects
         from obstore.store import LocalStore, from_url
     except ImportError as error:
-        raise RefusedError(
-            f'object storage needs {error.name or "obstore"}: pip install "pccheck-async[bucket]"'
-        ) from error
+        raise RefusedError(f"object storage needs {error.name or 'obstore'}: {INSTALL}") from error
     check_process()
     options = dict(options or {})
     if not isinstance(location, (str, os.PathLike)):

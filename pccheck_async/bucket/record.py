@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from pccheck_async.bucket.coding import Block, is_possible
 from pccheck_async.bucket.names import MOST_NUMBER, data_name
 from pccheck_async.errors import CorruptStoreError, NewerFormatError
 from pccheck_async.format import Entry, Line, crc32
@@ -33,7 +34,8 @@ _FORMATS = 2
 
 So a version that reads format 1 alone refuses a group's bucket, and does not pass over the checkpoints there.
 """
-_INDEX_FORMAT = 1
+_INDEX_FORMATS = 2
+"""The newest format of an index: 2 if any object is compressed, else 1, so that older versions read it."""
 _HEADER = struct.Struct("<8sIII")
 _CHECKED = struct.Struct("<8sII")
 _COMMIT_MAGIC, _INDEX_MAGIC = b"PCCHKBKT", b"PCCHKPRT"
@@ -110,8 +112,21 @@ class PartIndex(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
     block_bytes: int
     objects: tuple[tuple[str, int], ...]
-    """Key and size in bytes of each object."""
+    """Key of each object, and size in bytes of what it holds of the payload."""
     manifest: bytes
+    blocks: tuple[tuple[Block, ...], ...] = ()
+    """The blocks of each object that is compressed, and none of any other; empty if no object is."""
+
+    def blocks_of(self, index: int) -> tuple[Block, ...]:
+        """Return the blocks of an object by its place among the objects; none: it is stored as it is."""
+        return self.blocks[index] if self.blocks else ()
+
+    @property
+    def stored_nbytes(self) -> int:
+        """Size in bytes of all objects in the bucket, without the index."""
+        sizes = (nbytes for _, nbytes in self.objects)
+        blocks = self.blocks or ((),) * len(self.objects)
+        return sum(sum(b.nbytes for b in each) or nbytes for nbytes, each in zip(sizes, blocks, strict=True))
 
 
 _commits = msgspec.msgpack.Decoder(CommitRecord)
@@ -138,7 +153,10 @@ def encode_commit(record: CommitRecord, number: int) -> bytes:
 
 def encode_index(index: PartIndex) -> bytes:
     """Return the bytes of an index."""
-    return _encode(_INDEX_MAGIC, _INDEX_FORMAT, msgspec.msgpack.encode(index))
+    fields, version = msgspec.structs.astuple(index), _INDEX_FORMATS
+    if not index.blocks:
+        fields, version = fields[:-1], 1
+    return _encode(_INDEX_MAGIC, version, msgspec.msgpack.encode(fields))
 
 
 def decode_commit(data: bytes, number: int) -> CommitRecord:
@@ -153,13 +171,17 @@ def decode_commit(data: bytes, number: int) -> CommitRecord:
 def decode_index(data: bytes, part: PartName) -> PartIndex:
     """Decode and check the index of a part. Raises CorruptStoreError; NewerFormatError: its format is newer."""
     what = f"the object {part.key} in the bucket"
-    index, entry = _decode(_INDEX_MAGIC, _INDEX_FORMAT, _indexes, data, what), part.entry
+    index, entry = _decode(_INDEX_MAGIC, _INDEX_FORMATS, _indexes, data, what), part.entry
     sizes = [nbytes for _, nbytes in index.objects]
     block = index.block_bytes
     whole = all(nbytes > 0 for nbytes in sizes) and sum(sizes) == entry.nbytes
     named = all(data_name(key) is not None for key, _ in index.objects)
     blocks = MIN_BLOCK <= block <= REGION_NBYTES and not block & (block - 1)
-    if not (whole and named and blocks and len(index.manifest) == entry.manifest_nbytes):
+    coded = not index.blocks or (
+        len(index.blocks) == len(sizes)
+        and all(not each or is_possible(nbytes, each) for nbytes, each in zip(sizes, index.blocks, strict=True))
+    )
+    if not (whole and named and blocks and coded and len(index.manifest) == entry.manifest_nbytes):
         raise CorruptStoreError(f"{what} is not the index of a checkpoint of {entry.nbytes} bytes")
     return index
 

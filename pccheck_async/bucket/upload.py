@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 import msgspec
 from msgspec.structs import replace
 
+from pccheck_async.bucket.coding import Block
+from pccheck_async.bucket.compression import Compressing
 from pccheck_async.bucket.names import data_key, digest, found_again
 from pccheck_async.bucket.objects import Data, Objects
 from pccheck_async.bucket.owner import Owner
@@ -54,7 +56,7 @@ class Draft:
     def __init__(self, objects: Objects, target: int, adoptable: Mapping[str, int], rank: int = 0) -> None:
         self._bucket, self._target, self._rank = objects, target, rank
         self._there = found_again(adoptable, rank)
-        self._objects: dict[int, tuple[str, int]] = {}
+        self._objects: dict[int, tuple[str, int, tuple[Block, ...]]] = {}
         self.sent = self.total = 0
 
     @classmethod
@@ -62,9 +64,14 @@ class Draft:
         """Return a draft for the next commit of an owner."""
         return cls(owner.objects, owner.target, owner.adoptable, rank)
 
-    async def send(self, number: int, data: Data, digits: str) -> None:
-        """Upload one object, unless the bucket has it. Raises WriteError, RefusedError: it may be there or not."""
-        self._objects[number] = await self._put(number, data, digits), len(data)
+    async def send(
+        self, number: int, data: Data, digits: str, nbytes: int | None = None, blocks: tuple[Block, ...] = ()
+    ) -> None:
+        """Upload one object, unless the bucket has it. Raises WriteError, RefusedError: it may be there or not.
+
+        ``nbytes`` and ``blocks``: if it is compressed, its size before that, and its blocks.
+        """
+        self._objects[number] = await self._put(number, data, digits), nbytes or len(data), blocks
 
     async def _put(self, number: int, data: Data, digits: str) -> str:
         self.total += len(data)
@@ -78,8 +85,10 @@ class Draft:
 
     async def finish(self, entry: Entry, block_bytes: int, manifest: bytes) -> PartName:
         """Upload the index of the part, as its last object, and return its place. Raises the errors of :meth:`send`."""
-        objects = tuple(self._objects[number] for number in sorted(self._objects))
-        data = encode_index(PartIndex(block_bytes, objects, manifest))
+        found = [self._objects[number] for number in sorted(self._objects)]
+        blocks = tuple(blocks for _, _, blocks in found)
+        objects = tuple((key, nbytes) for key, nbytes, _ in found)
+        data = encode_index(PartIndex(block_bytes, objects, manifest, blocks if any(blocks) else ()))
         number = max(self._objects, default=-1) + 1
         key = await self._put(number, data, digest(data))
         return PartName(key, len(data), replace(entry, slot=0))
@@ -107,13 +116,19 @@ class _FreshBuffers(BufferPool):
 
 
 async def send_part(
-    draft: Draft, part: PartReader, *, advance: Callable[[int], None] = lambda _: None, rate_limit: int | None = None
+    draft: Draft,
+    part: PartReader,
+    *,
+    compressing: Compressing,
+    advance: Callable[[int], None] = lambda _: None,
+    rate_limit: int | None = None,
 ) -> PartName:
     """Upload a part that is held (:meth:`.PartReader.hold`), each chunk after it was verified; return its place.
 
     Args:
         draft: Uploads the objects.
         part: The part; its own staging buffers are not used.
+        compressing: Compresses the objects, or some of them.
         advance: Called with the size in bytes of each data object once the bucket has it.
         rate_limit: Most bytes per second; None: no limit.
 
@@ -127,12 +142,14 @@ async def send_part(
 
     async def send(run: ChunkRun, view: memoryview) -> None:
         nonlocal free_at
-        digits = await operations.call(digest, view)
+        data, blocks = await compressing.encode(view, alone=alone)
+        digits = await operations.call(digest, data)
         if rate_limit is not None:
             free_at = max(free_at, clock())
-            wait, free_at = free_at - clock(), free_at + len(view) / rate_limit
+            wait, free_at = free_at - clock(), free_at + len(data) / rate_limit
             await asyncio.sleep(wait)
-        await draft.send(run.first, view, digits)
+        with compressing.sending(len(data)):
+            await draft.send(run.first, data, digits, len(view), blocks)
         advance(len(view))
 
     def damaged(index: int, reason: str, error: ReadError | None) -> None:
@@ -141,6 +158,7 @@ async def send_part(
         raise error or DamagedError(f"{where} of the checkpoint of step {part.entry.step} is damaged: {reason}")
 
     size = max(OBJECT_BYTES, part.largest_chunk)
+    alone = part.manifest.payload_nbytes <= size
     staging = Staging(_FreshBuffers(_AT_ONCE * size, size))
     source = part.source
     await check_chunks(source.medium, operations, part.file, part.manifest, staging, damaged=damaged, checked=send)

@@ -53,6 +53,7 @@ def copy(
     ] = None,
     pin: Annotated[bool, typer.Option("--pin", help="Pin the copy (default: as in SOURCE).")] = False,
     no_pin: Annotated[bool, typer.Option("--no-pin", help="Do not pin the copy.")] = False,
+    compress: Annotated[bool, typer.Option("--compress", help="Compress the objects, in a bucket.")] = False,
     json: Json = False,
 ) -> Report:
     """Copy a checkpoint into another store.
@@ -69,7 +70,16 @@ def copy(
     pinned = pin if pin or no_pin else None
     start = time.perf_counter()
     with progress_bar("copying") as progress, naming_others(source, step, name):
-        info = pccheck.stores.copy(source, target, step=step, name=name, rank=rank, pinned=pinned, progress=progress)
+        info = pccheck.stores.copy(
+            source,
+            target,
+            step=step,
+            name=name,
+            rank=rank,
+            pinned=pinned,
+            progress=progress,
+            compression="zstd" if compress else None,
+        )
     seconds = time.perf_counter() - start
     there = read_place(target)
     world = there.complete[0].world

@@ -9,7 +9,7 @@ from datetime import timedelta
 from numbers import Real
 from typing import Any, Literal
 
-from pccheck_async.bucket import Location, is_location, shown
+from pccheck_async.bucket import Compression, Location, is_location, shown
 from pccheck_async.engine.policy import Policy
 from pccheck_async.format import align, check_count, explained
 from pccheck_async.format.record import MOST_ENTRIES
@@ -164,6 +164,9 @@ class Drain:
         rate_limit: Most bytes per second that are sent, by each rank of a group.
         deadline: Most seconds for each request, retries included; after that the copy is continued later. Two objects
             of 32 MiB have to be sent in that time, so a network of less than 1 MiB per second needs more.
+        compression: "zstd": objects are compressed, block by block; floating-point weights to 0.67 (bf16) or 0.84
+            (fp32) of their bytes. "auto": only while a checkpoint is in the bucket sooner for it. None: they are not.
+            Versions before 1.1 cannot read compressed objects.
         closing: Most seconds that closing the engine waits until the newest checkpoint is copied; the log names the
             checkpoints that are not.
 
@@ -179,6 +182,7 @@ class Drain:
     rate_limit: int | None = None
     deadline: float = 60.0
     closing: float = 300.0
+    compression: Compression = None
 
     def __post_init__(self) -> None:
         if not is_location(self.url):
@@ -192,6 +196,8 @@ class Drain:
             raise ValueError(f"every is a timedelta, such as timedelta(minutes=10), or None, not {self.every!r}")
         if self.options is not None and not isinstance(self.options, Mapping):
             raise ValueError(f"options is a mapping from names, not {type(self.options).__name__}")
+        if self.compression not in ("auto", "zstd", None):
+            raise ValueError(f"compression is 'auto', 'zstd' or None, not {self.compression!r}")
         _check_seconds("deadline", self.deadline)
         _check_seconds("closing", self.closing)
 

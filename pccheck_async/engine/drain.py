@@ -19,6 +19,7 @@ from typing import Any
 from pccheck_async.bucket import (
     BucketMedium,
     BucketState,
+    Compressing,
     Draft,
     Objects,
     Owner,
@@ -66,6 +67,7 @@ class Draining:
     ) -> None:
         self.drain, self.objects = drain, objects
         self.nbytes = 0
+        self._compressing = Compressing(drain.compression, drain.rate_limit)
         self.opened = OpenMedium(operations, BucketMedium(objects), "a bucket", objects.url)
         self.state = BucketState()
         self.owner: DrainOwner | None = None
@@ -297,7 +299,9 @@ class Draining:
             part = PartReader(source, self._backend, Staging())
             try:
                 await part.hold()
-                names.append(await send_part(draft, part, rate_limit=self.drain.rate_limit))
+                names.append(
+                    await send_part(draft, part, compressing=self._compressing, rate_limit=self.drain.rate_limit)
+                )
             finally:
                 await part.close()
                 self.nbytes += draft.sent - sent

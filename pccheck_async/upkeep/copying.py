@@ -13,7 +13,7 @@ from pathlib import Path
 
 from msgspec import structs
 
-from pccheck_async.bucket import Draft, Owner, is_location, open_objects, send_part
+from pccheck_async.bucket import Compressing, Compression, Draft, Owner, is_location, open_objects, send_part
 from pccheck_async.engine import call_once
 from pccheck_async.errors import DamagedError, StoreError, StoreFullError
 from pccheck_async.format import CheckpointInfo, Entry, Key, Line, Run, Which, align, crc32, which_one
@@ -67,6 +67,7 @@ def copy_checkpoint(
     pinned: bool | None = None,
     progress: Progress = lambda done, total: None,
     io: IO = "auto",
+    compression: Compression = None,
 ) -> CheckpointInfo:
     """Copy a checkpoint into another store, which is made if it does not exist.
 
@@ -94,13 +95,14 @@ def copy_checkpoint(
             a trainer that opens ``target`` commits, unless its rules keep it.
         progress: Called with the bytes copied (:data:`Progress`).
         io: I/O backend, as for :class:`pccheck_async.CheckpointEngine`.
+        compression: For the URL of a bucket: as for :class:`pccheck_async.Drain`.
 
     Returns:
         The checkpoint as ``target`` has it.
 
     Raises:
         ValueError: both are one folder, ``target`` begins with ``~``, or it has a checkpoint of that name that is not
-            rejected.
+            rejected. Or ``compression`` for a folder: trainers save into its slots past the page cache.
         NoCheckpointError: there is none to copy.
         IncompleteCheckpointError: with ``rank``, or from the folder of one rank: tensors lie on several ranks, and the
             copy would have one rank's boxes of them.
@@ -114,7 +116,9 @@ def copy_checkpoint(
     """
     which = which_one(step, name)
     if is_location(target):
-        return call_once(_into_bucket(source, target, which, rank, pinned, progress, io))
+        return call_once(_into_bucket(source, target, which, rank, pinned, progress, io, compression))
+    if compression is not None:
+        raise ValueError(f"compression is for a bucket, and {os.fspath(target)} is a folder")
     target = store_path(target)
     with suppress(OSError):
         if os.path.samefile(source, target):
@@ -147,8 +151,10 @@ async def _into_bucket(
     pinned: bool | None,
     progress: Progress,
     io: IO,
+    compression: Compression,
 ) -> CheckpointInfo:
     """Copy a checkpoint, or one rank's part of it, into an empty prefix of a bucket."""
+    compressing = Compressing(compression)
     async with await open_place(source, io, rank=rank) as place, place.hold(which, every=rank is None) as checkpoint:
         identity, record = place.stores[checkpoint.own_rank]
         parts, line, members = [checkpoint.own], record.line, None
@@ -166,7 +172,7 @@ async def _into_bucket(
         written = counting(progress, sum(part.manifest.payload_nbytes for part in parts))
         names = []
         for number, part in enumerate(parts):
-            name = await send_part(Draft.of(owner, number), part, advance=written)
+            name = await send_part(Draft.of(owner, number), part, compressing=compressing, advance=written)
             entry = name.entry if pinned is None else structs.replace(name.entry, pinned=pinned)
             names.append(name._replace(entry=entry))
         await owner.commit(names, members)
