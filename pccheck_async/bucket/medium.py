@@ -123,6 +123,18 @@ class BucketMedium(Medium):
         await self._look()
         return self.world
 
+    async def stored(self) -> dict[int, int]:
+        """Return the bytes in the bucket of each checkpoint, by counter: less than its own if it is compressed.
+
+        Raises DamagedError: a part is gone; the errors of :meth:`look`.
+        """
+        await self._look()
+        records = [record for _, record in self._now.values()]
+        return {
+            record.entry.counter: sum([(await read_index(self.objects, part)).stored_nbytes for part in record.parts])
+            for record in records
+        }
+
     async def _look(self) -> int:
         """Read the live commits that count; return the newest record's number, 0 for none.
 

@@ -119,7 +119,7 @@ async def send_part(
     draft: Draft,
     part: PartReader,
     *,
-    compressing: Compressing,
+    compressing: Compressing | None = None,
     advance: Callable[[int], None] = lambda _: None,
     rate_limit: int | None = None,
 ) -> PartName:
@@ -128,7 +128,7 @@ async def send_part(
     Args:
         draft: Uploads the objects.
         part: The part; its own staging buffers are not used.
-        compressing: Compresses the objects, or some of them.
+        compressing: Compresses the objects, or some of them; None: they are sent as they are.
         advance: Called with the size in bytes of each data object once the bucket has it.
         rate_limit: Most bytes per second; None: no limit.
 
@@ -136,7 +136,7 @@ async def send_part(
 
     Raises DamagedError, ReadError: the part cannot be read; WriteError, RefusedError.
     """
-    operations = part.backend.operations
+    operations, compressing = part.backend.operations, compressing or Compressing()
     clock = asyncio.get_running_loop().time
     free_at = clock()
 

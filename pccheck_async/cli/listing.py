@@ -35,6 +35,7 @@ from pccheck_async.cli.output import (
 )
 from pccheck_async.cli.rank_map import rank_map
 from pccheck_async.cli.ranks import (
+    in_bucket,
     on_disk,
     place_as_json,
     placement,
@@ -59,10 +60,10 @@ def ls(path: AnyPlace, json: Json = False) -> Report:
     it lists the complete checkpoints, with the bytes of all ranks, and below them those that lack parts.
 
     --json prints for a store a list of checkpoints, newest first, each an object: step, counter, nbytes, time, created,
-    pinned, rejected, name, metadata, and lost (the reason) if its slot is lost. For a group's folder it prints an
-    object: checkpoints, the same list, each with world_size; incomplete, a list of objects: step, counter,
-    missing_ranks, missing_count, was_complete; on_disk (not for a bucket): nbytes, slots, slots_in_use; and problem if
-    no trainer can open the group. For an error it prints an object: error, with type and message.
+    pinned, rejected, name, metadata, lost (the reason) if its slot is lost, and in a bucket stored_nbytes. For a
+    group's folder it prints an object: checkpoints, the same list, each with world_size; incomplete, a list of objects:
+    step, counter, missing_ranks, missing_count, was_complete; on_disk (not for a bucket): nbytes, slots, slots_in_use;
+    and problem if no trainer can open the group. For an error it prints an object: error, with type and message.
 
     Exit status: 0 at least one checkpoint is listed, 1 it failed, 2 wrong usage, 3 there is no committed checkpoint in
     this folder, 4 something is lost or damaged.
@@ -98,7 +99,14 @@ def ls(path: AnyPlace, json: Json = False) -> Report:
         rows.add_row(*columns_of(info), captured_at(info), ", ".join(marks_of(info)), *name, metadata)
     if steps := ", ".join(str(info.step) for info in memory_of(path)):
         notes.append(_IN_MEMORY.format(steps))
-    if not place.is_bucket:
+    if place.is_bucket:
+        stored = in_bucket(path)
+        for each in document if isinstance(document, list) else document["checkpoints"]:
+            each["stored_nbytes"] = stored.get(each["counter"])
+        plain = sum(info.nbytes for info in infos)
+        packed = f", compressed from {size(plain)}" if sum(stored.values()) < plain else ""
+        notes.append(f"In the bucket {size(sum(stored.values()))}{packed}.")
+    else:
         taken = on_disk(place)
         notes.append(f"On disk {size(taken['nbytes'])}: {taken['slots']} slots ({taken['slots_in_use']} in use).")
     return Report(document, [rows, *notes], DIFFERENT if gone or is_bad else 0)

@@ -67,6 +67,17 @@ def group_fault(place: Place) -> str:
     return ""
 
 
+def in_bucket(path: Path) -> dict[int, int]:
+    """Return the bytes that each checkpoint takes in a bucket, by counter."""
+    from pccheck_async.bucket import BucketMedium, open_objects
+    from pccheck_async.engine import call_once
+
+    async def stored() -> dict[int, int]:
+        return await BucketMedium(open_objects(path)).stored()
+
+    return call_once(stored())
+
+
 def on_disk(place: Place) -> dict[str, int]:
     """Return the bytes and the number of a place's slots, and how many of them the records name."""
     from pccheck_async.medium.filesystem import slot_sizes

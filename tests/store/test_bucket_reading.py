@@ -23,7 +23,7 @@ from pccheck_async import (
     open_checkpoint,
     stores,
 )
-from pccheck_async.bucket import Draft, Owner, open_objects, send_part
+from pccheck_async.bucket import Compressing, Compression, Draft, Owner, open_objects, send_part
 from pccheck_async.cli import app
 from pccheck_async.engine import call_once
 from pccheck_async.errors import DamagedError, StoreError
@@ -32,7 +32,7 @@ from pccheck_async.store import Staging
 from tests.support.thread_ranks import on_ranks
 
 
-async def copied(folder: Path, url: str, keep_last: int) -> None:
+async def copied(folder: Path, url: str, keep_last: int, how: Compression = None) -> None:
     """Copy all checkpoints of a store to a bucket, oldest first."""
     objects = open_objects(url, writes=True)
     async with await open_place(folder, "auto") as place:
@@ -42,21 +42,21 @@ async def copied(folder: Path, url: str, keep_last: int) -> None:
             part = place.part(one.key, 0, Staging(), one.entry)
             await part.hold()
             try:
-                await owner.commit([await send_part(Draft.of(owner), part)])
+                await owner.commit([await send_part(Draft.of(owner), part, compressing=Compressing(how))])
             finally:
                 await part.close()
             await owner.collect()
 
 
-@pytest.fixture
-def places(tmp_path: Path) -> tuple[Path, str]:
+@pytest.fixture(params=[None, "zstd"])
+def places(tmp_path: Path, request: pytest.FixtureRequest) -> tuple[Path, str]:
     """A store of three checkpoints, and a bucket with the newest two of them."""
     with SyncCheckpointEngine(tmp_path / "run", keep_last=3) as engine:
         for step in (1, 2, 3):
             state = {"weights": torch.arange(1 << 20) + step, "half": torch.ones(7, dtype=torch.bfloat16), "step": step}
             engine.checkpoint(state, step=step, metadata={"loss": step / 4}, name=f"n{step}").result()
     url = f"file://{tmp_path}/bucket"
-    call_once(copied(tmp_path / "run", url, keep_last=2))
+    call_once(copied(tmp_path / "run", url, 2, request.param))
     return tmp_path / "run", url
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from typer.testing import CliRunner
 
 from pccheck_async import Drain, StorageOptions, SyncCheckpointEngine, load_sync, open_checkpoint, stores
 from pccheck_async.bucket import BucketMedium, Compressing, compression, upload
@@ -26,6 +29,7 @@ from pccheck_async.bucket.names import data_key
 from pccheck_async.bucket.objects import RefusedError
 from pccheck_async.bucket.owner import read_index
 from pccheck_async.bucket.record import PartIndex, PartName, decode_index, encode_index
+from pccheck_async.cli import app
 from pccheck_async.errors import CorruptStoreError, DamagedError, NewerFormatError
 from tests.support.lying_objects import LyingObjects, entry_of, use_in_drains
 
@@ -209,6 +213,12 @@ def test_a_copy_may_be_compressed(tmp_path: Path, url: str) -> None:
     info = stores.copy(tmp_path / "run", url, compression="zstd")
     assert stored_nbytes(tmp_path / "bucket") < 0.6 * info.nbytes
     check(load_sync(url), 1)
+    listed = json.loads(CliRunner().invoke(app, ["ls", url, "--json"]).stdout)
+    assert listed[0]["stored_nbytes"] < 0.6 * listed[0]["nbytes"] == 0.6 * info.nbytes
+    text = CliRunner().invoke(app, ["ls", url]).stdout
+    assert re.search(r"In the bucket [\d.]+ MB, compressed from [\d.]+ MB", text)
+    assert CliRunner().invoke(app, ["copy", "--compress", str(tmp_path / "run"), f"{url}2"]).exit_code == 0
+    assert stored_nbytes(tmp_path / "bucket2") == stored_nbytes(tmp_path / "bucket")
     with pytest.raises(ValueError, match="compression is for a bucket"):
         stores.copy(tmp_path / "run", tmp_path / "other", compression="zstd")
     assert not (tmp_path / "other").exists()
