@@ -101,6 +101,11 @@ class Owner:
         """The number that the next commit gets unless another run takes it; its data objects are named by it."""
         return self.base + 1
 
+    @property
+    def live_parts(self) -> tuple[PartName, ...]:
+        """The parts of the newest live commit; empty if there is none, or its record could not be read."""
+        return next((record.parts for record in self.records.values() if record.parts), ())
+
     def _record(
         self,
         keep: Sequence[Kept],

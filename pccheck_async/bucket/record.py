@@ -122,11 +122,16 @@ class PartIndex(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
         return self.blocks[index] if self.blocks else ()
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """Size in bytes of each object in the bucket, by key."""
+        sizes = [nbytes for _, nbytes in self.objects]
+        coded = (sum(block.nbytes for block in self.blocks_of(number)) for number in range(len(sizes)))
+        return {key: stored or nbytes for (key, nbytes), stored in zip(self.objects, coded, strict=True)}
+
+    @property
     def stored_nbytes(self) -> int:
-        """Size in bytes of all objects in the bucket, without the index."""
-        sizes = (nbytes for _, nbytes in self.objects)
-        blocks = self.blocks or ((),) * len(self.objects)
-        return sum(sum(b.nbytes for b in each) or nbytes for nbytes, each in zip(sizes, blocks, strict=True))
+        """Size in bytes of all objects in the bucket, each once, without the index."""
+        return sum(self.sizes.values())
 
 
 _commits = msgspec.msgpack.Decoder(CommitRecord)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 from msgspec.structs import replace
@@ -13,9 +13,9 @@ from pccheck_async.bucket.coding import Block
 from pccheck_async.bucket.compression import Compressing
 from pccheck_async.bucket.names import data_key, digest, found_again
 from pccheck_async.bucket.objects import Data, Objects
-from pccheck_async.bucket.owner import Owner
+from pccheck_async.bucket.owner import Owner, read_index
 from pccheck_async.bucket.record import PartIndex, PartName, encode_index
-from pccheck_async.errors import DamagedError, ReadError
+from pccheck_async.errors import CorruptStoreError, DamagedError, ReadError
 from pccheck_async.format import Entry
 from pccheck_async.store import ChunkRun, PartReader, Staging, check_chunks, read_encoded_manifest
 from pccheck_async.transfer import BufferLease, BufferPool, aligned_buffer
@@ -37,6 +37,8 @@ class Upload(msgspec.Struct, frozen=True, array_like=True):
     """The number that its commit in the bucket is to get."""
     adoptable: Mapping[str, int] = {}
     """The objects, with their sizes in bytes, that drafts may name instead of uploading their bytes again."""
+    live: tuple[PartName, ...] = ()
+    """The parts of the newest checkpoint in the bucket: drafts may name its objects again, too."""
 
 
 class Draft:
@@ -63,6 +65,22 @@ class Draft:
     def of(cls, owner: Owner, rank: int = 0) -> Draft:
         """Return a draft for the next commit of an owner."""
         return cls(owner.objects, owner.target, owner.adoptable, rank)
+
+    async def name_again(self, live: Sequence[PartName]) -> None:
+        """Let the draft name objects of this rank's part of a live commit, of which ``live`` are the parts.
+
+        Only what the bucket lists: if something else has deleted an object, it is uploaded again. Raises ReadError,
+        RefusedError.
+        """
+        part = next((part for part in live if part.rank == self._rank), None)
+        try:
+            sizes = {} if part is None else (await read_index(self._bucket, part)).sizes
+        except CorruptStoreError:
+            return
+        for prefix in {key.rpartition("/")[0] for key in sizes}:
+            for key, nbytes in await self._bucket.list(f"{prefix}/"):
+                if sizes.get(key) == nbytes:
+                    self._there |= found_again({key: nbytes}, self._rank)
 
     async def send(
         self, number: int, data: Data, digits: str, nbytes: int | None = None, blocks: tuple[Block, ...] = ()

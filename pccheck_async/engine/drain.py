@@ -294,7 +294,9 @@ class Draining:
         names = []
         for rank, source in self._savers.parts_to_send(request.counter).items():
             if rank not in drafts:
-                drafts[rank] = Draft(self.objects, request.target, request.adoptable, rank)
+                draft = Draft(self.objects, request.target, request.adoptable, rank)
+                await draft.name_again(request.live)
+                drafts[rank] = draft
             draft, sent = drafts[rank], drafts[rank].sent
             part = PartReader(source, self._backend, Staging())
             try:

@@ -270,7 +270,8 @@ class DrainOwner:
         """
         line = self._disk.committed.line
         try:
-            request = Upload(entry.counter, entry.step, self._owner.target, self._owner.adoptable)
+            owner = self._owner
+            request = Upload(entry.counter, entry.step, owner.target, owner.adoptable, owner.live_parts)
             parts, members = await self._savers.upload(request)
         except DroppedMeanwhileError:
             await asyncio.sleep(_DROPPED_SECONDS)

@@ -247,6 +247,7 @@ class World:
     created: dict[bytes, int] = field(default_factory=dict)  # put-ids in the order of their creation
     reported: int = 0
     clones: bool = False
+    frozen: bool = False
     trace: list[str] = field(default_factory=list)
 
     # -- the bucket
@@ -529,8 +530,10 @@ async def send_one(world: World, owner: Owner, counter: int, content: Callable[[
     parts = []
     for rank in range(ranks):
         draft, nbytes = Draft.of(owner, rank), 0
+        if world.frozen:
+            await draft.name_again(owner.live_parts)
         for piece in range(2):
-            data = content(counter, rank) + b"|" + bytes([piece]) * 2
+            data = (b"frozen" if world.frozen and piece else content(counter, rank)) + b"|" + bytes([piece]) * 2
             await draft.send(piece, data, digest(data))
             nbytes += len(data)
             if given_up(world):
@@ -590,6 +593,7 @@ class Scenario:
     keep_last: int = 1
     only: str = ""  # the one kind of request that is late
     readers: int = 0
+    frozen: bool = False  # the second object of each part has the same bytes in all checkpoints of all runs
 
 
 SCENARIOS = (
@@ -610,6 +614,10 @@ SCENARIOS = (
     Scenario(counts=(3, 1), late=6, deaths=0, gives=3, only="create"),
     Scenario(counts=(3, 2), late=2, readers=2),
     Scenario(("own", "empty"), (3, 2), late=1, keep_last=2, readers=2),
+    Scenario(("own", "same"), (3, 3), late=3, deaths=1, gives=1, frozen=True),
+    Scenario(("own", "empty", "same"), (2, 2, 2), late=3, deaths=2, gives=1, keep_last=2, frozen=True),
+    Scenario(("own", "clone"), (3, 3), late=3, deaths=1, ranks=2, frozen=True),
+    Scenario(("own", "same"), (3, 3), late=3, deaths=0, readers=2, frozen=True),
 )
 
 
@@ -617,6 +625,7 @@ def played(scenario: Scenario, seed: int) -> World:
     """Play one history to its end; every invariant is checked after every step. Raises BrokenError."""
     world = World(random.Random(seed), late=scenario.late, deaths=scenario.deaths, gives=scenario.gives)
     world.rush, world.only, world.clones = scenario.rush, scenario.only, "clone" in scenario.disks
+    world.frozen = scenario.frozen
     made = 0
     for number, (disk, count) in enumerate(zip(scenario.disks, scenario.counts, strict=True)):
         store = {"empty": bytes([number + 1]) * 16}.get(disk, b"A" * 16)

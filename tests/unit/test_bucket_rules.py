@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from pccheck_async.bucket import BucketMedium, protocol, upload
-from pccheck_async.bucket.names import commit_key, commit_number, data_key, data_name
+from pccheck_async.bucket.names import DATA, commit_key, commit_number, data_key, data_name, found_again
 from pccheck_async.bucket.owner import Owner
 from pccheck_async.bucket.record import CommitRecord, Kept
 from pccheck_async.errors import DamagedError
@@ -216,6 +216,24 @@ def adopt_any(patch: Patch) -> None:
     patch.setattr(Owner, "_own", own)
 
 
+def reuse_any(patch: Patch) -> None:
+    """Bytes that did not change are named again wherever they lie, and not only where a live commit needs them."""
+
+    async def name_again(self: upload.Draft, live: Any) -> None:
+        for key, nbytes in await self._bucket.list(DATA):
+            if target_of(key) < self._target:
+                self._there |= found_again({key: nbytes}, self._rank)
+
+    patch.setattr(upload.Draft, "name_again", name_again)
+
+
+def no_refs_reused(patch: Patch) -> None:
+    """Deleted is what was begun for a commit that does not count any more, though a newer one names it again."""
+    broken_sweep(patch, lambda original, base, records, listing, spare: original(base, records, listing, spare) + [
+        key for key in listing.data if target_of(key) not in {kept.number for kept in records} | {*spare, base + 1}
+    ])  # fmt: skip
+
+
 def no_fence_renumber(patch: Patch) -> None:
     no_fence(patch)
     renumber(patch)
@@ -287,6 +305,8 @@ BROKEN: dict[str, tuple[Callable[[Patch], None], tuple[int, ...]]] = {
     "data-first": (data_first, (1, 3)),
     "no-fence-renumber": (no_fence_renumber, (1, 4)),
     "key-store-counter": (key_without_target, (3, 13)),
+    "reuse-any": (reuse_any, (17, 18)),
+    "no-refs-reused": (no_refs_reused, (17, 18)),
 }
 
 
