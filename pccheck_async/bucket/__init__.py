@@ -6,9 +6,9 @@ It may import ``store`` and lower layers, but no engine. ``names``, ``record``, 
 the first bucket is opened.
 """
 
-from pccheck_async.bucket.compression import Compressing, Compression
+from pccheck_async.bucket.compression import Compressing, Compression, check_compression
 from pccheck_async.bucket.copies import BucketState, Copied, Phase, copies_of
-from pccheck_async.bucket.medium import BucketMedium
+from pccheck_async.bucket.medium import BucketMedium, Stored
 from pccheck_async.bucket.objects import Objects, RefusedError
 from pccheck_async.bucket.obstore_objects import Location, is_location, open_objects, shown
 from pccheck_async.bucket.owner import Owner
@@ -17,6 +17,6 @@ from pccheck_async.bucket.upload import Draft, Upload, send_part
 
 __all__ = [
     "BucketMedium", "BucketState", "CommitRecord", "Compressing", "Compression", "Copied", "Draft", "Kept", "Location",
-    "Objects", "Owner", "PartName", "Phase", "RefusedError", "Upload", "copies_of", "is_location", "open_objects",
-    "send_part", "shown",
+    "Objects", "Owner", "PartName", "Phase", "RefusedError", "Stored", "Upload", "check_compression", "copies_of",
+    "is_location", "open_objects", "send_part", "shown",
 ]  # fmt: skip

@@ -3,22 +3,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal, TypeAlias
 
-from pccheck_async.bucket.coding import Block, compress, sample_ratio
+from pccheck_async.bucket.coding import WORTH, Block, blocks_in, compress, sample_ratio
 from pccheck_async.bucket.objects import INSTALL, RefusedError
-from pccheck_async.transfer import uninterrupted
+from pccheck_async.transfer.operations import Operations
 
-__all__ = ["Compressing", "Compression"]
+__all__ = ["Compressing", "Compression", "check_compression"]
 
 Compression: TypeAlias = Literal["auto", "zstd"] | None
 _SOONER = 0.9
 """An object is compressed if it takes at most this share of the time that it takes as it is."""
-_LEAST_RATIO = 0.97
 _NEW = 0.3
 """Weight of the newest measurement."""
 _FORGOTTEN = 0.98
@@ -26,19 +24,17 @@ _FORGOTTEN = 0.98
 
 
 class Compressing:
-    """Compresses the objects that one process uploads, one after the other or at the same time. Used on one loop.
-
-    An object's bytes are compressed while the one before is sent, so the slower of the two decides how long a
-    checkpoint takes.
+    """Compresses the objects that one process uploads, one after the other or two at the same time. Used on one loop.
 
     Args:
         how: "zstd": every object; "auto": while it makes the upload end sooner; None: none.
         rate_limit: Most bytes per second that are sent; None: no limit.
 
-    Raises RefusedError: zstandard is not installed.
+    Raises ValueError: ``how`` is another one; RefusedError: zstandard is not installed.
     """
 
     def __init__(self, how: Compression = None, rate_limit: int | None = None) -> None:
+        check_compression(how)
         if how is not None:
             try:
                 import zstandard  # noqa: F401 - missing modules are told of before anything is sent
@@ -50,47 +46,57 @@ class Compressing:
         # Seconds per byte, None before the first.
         self._to_send: float | None = None
         self._to_compress: float | None = None
-        self._sent = 0
 
-    async def encode(self, data: memoryview, *, alone: bool) -> tuple[memoryview, tuple[Block, ...]]:
+    async def encode(
+        self, data: memoryview, operations: Operations, *, alone: bool, again: bool
+    ) -> tuple[memoryview, tuple[Block, ...]]:
         """Compress an object in place, or leave it; return the bytes to send, and their blocks, none if it was left.
 
-        ``alone``: there is no other one to send meanwhile. Takes threads of its own, as commits wait for those of the
-        I/O backend. Cancellation: raised when the work on the bytes has ended.
+        ``alone``: there is no other one to send meanwhile. ``again``: it was compressed before, so it has to be to get
+        the same name. Each block is a call of its own, so that no other call waits for a whole object.
         """
-        if self._how is None or (self._how == "auto" and not await self._pays(data, alone=alone)):
+        if not (again or self._how == "zstd" or (self._how == "auto" and await self._pays(data, operations, alone))):
             return data, ()
-        began, nbytes = time.perf_counter(), len(data)
-        end, blocks = await uninterrupted(asyncio.to_thread(compress, data))
-        self._to_compress = _newer(self._to_compress, (time.perf_counter() - began) / nbytes)
-        return data[:end], blocks
+        began, end, blocks = time.perf_counter(), 0, list[Block]()
+        for block in blocks_in(data):
+            blocks.append(await operations.call(compress, block, data[end:]))
+            end += blocks[-1].nbytes
+        self._to_compress = _newer(self._to_compress, (time.perf_counter() - began) / len(data))
+        return data[:end], tuple(blocks)
 
-    async def _pays(self, data: memoryview, *, alone: bool) -> bool:
+    async def _pays(self, data: memoryview, operations: Operations, alone: bool) -> bool:
         if self._to_send is None:  # the first objects show how fast the bucket is
             return False
-        plain, compressing = max(self._to_send, self._limit), self._to_compress or 0.0
-        if compressing > _SOONER * plain:
-            self._to_compress = compressing * _FORGOTTEN
+        ratio = await operations.call(sample_ratio, data)
+        if ratio > WORTH:
             return False
-        ratio = await uninterrupted(asyncio.to_thread(sample_ratio, data))
-        seconds = compressing + ratio * plain if alone else max(compressing, ratio * plain)
-        return ratio <= _LEAST_RATIO and seconds <= _SOONER * plain
+        plain, compressing = max(self._to_send, self._limit), self._to_compress or 0.0
+        # Two objects begin at the same time, and stay in step: one half of compressing is hidden by sending.
+        if (compressing if alone else compressing / 2) + ratio * plain <= _SOONER * plain:
+            return True
+        self._to_compress = compressing * _FORGOTTEN
+        return False
 
     @contextmanager
     def sending(self, nbytes: int) -> Iterator[None]:
         """Return the context in which an object of ``nbytes`` bytes is sent: its time is measured."""
-        now = time.perf_counter()
         if not self._sending:
-            self._since, self._sent = now, 0
+            self._since = time.perf_counter()
         self._sending += 1
         try:
             yield
-            now, self._sent = time.perf_counter(), self._sent + nbytes
-            self._to_send = _newer(self._to_send, (now - self._since) / self._sent)
+            now = time.perf_counter()  # of two at the same time each counts from the end of the other
+            self._to_send = _newer(self._to_send, (now - self._since) / nbytes)
+            self._since = now
         finally:
             self._sending -= 1
-            self._since, self._sent = now, 0
 
 
 def _newer(before: float | None, now: float) -> float:
     return now if before is None else (1 - _NEW) * before + _NEW * now
+
+
+def check_compression(value: object) -> None:
+    """Raise ValueError if a setting is no :data:`Compression`."""
+    if value not in ("auto", "zstd", None):
+        raise ValueError(f"compression is 'auto', 'zstd' or None, not {value!r}")

@@ -15,7 +15,7 @@ import hashlib
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from msgspec.structs import replace
 
@@ -25,7 +25,7 @@ from pccheck_async.bucket.copies import Copied
 from pccheck_async.bucket.names import COMMITS
 from pccheck_async.bucket.objects import INSTALL, MissingObjectError, Objects, RefusedError
 from pccheck_async.bucket.owner import read_commit, read_index
-from pccheck_async.bucket.record import CommitRecord, Kept, PartIndex
+from pccheck_async.bucket.record import CommitRecord, Kept, PartIndex, PartName
 from pccheck_async.errors import CorruptStoreError, DamagedError, ReadError, WriteError
 from pccheck_async.format import Applied, Entry, Identity, Line, Membership, Parts, Record
 from pccheck_async.format import checksum as checksums
@@ -47,10 +47,26 @@ from pccheck_async.store import rank_name, rank_of
 from pccheck_async.telemetry import StageClock, write
 from pccheck_async.transfer import Tasks, uninterrupted
 
-__all__ = ["BucketMedium"]
+__all__ = ["BucketMedium", "Stored"]
 
+_READS = 16
+"""Indexes that are read at a time."""
 _LOOKS = 5
 """Attempts to read the newest record, which may be superseded and deleted before it is read."""
+
+
+class Stored(NamedTuple):
+    """How many bytes checkpoints take in a bucket.
+
+    Attributes:
+        by_counter: Of each checkpoint, objects that others need, too, included; None: a part of it cannot be read.
+        nbytes: Of all together.
+        is_compressed: Whether any object is compressed.
+    """
+
+    by_counter: dict[int, int | None]
+    nbytes: int
+    is_compressed: bool
 
 
 class BucketMedium(Medium):
@@ -123,17 +139,31 @@ class BucketMedium(Medium):
         await self._look()
         return self.world
 
-    async def stored(self) -> dict[int, int]:
-        """Return the bytes in the bucket of each checkpoint, by counter: less than its own if it is compressed.
-
-        Raises DamagedError: a part is gone; the errors of :meth:`look`.
-        """
+    async def stored(self) -> Stored:
+        """Return how many bytes the checkpoints take in the bucket. Raises the errors of :meth:`look`."""
         await self._look()
-        records = [record for _, record in self._now.values()]
-        return {
-            record.entry.counter: sum([(await read_index(self.objects, part)).stored_nbytes for part in record.parts])
-            for record in records
-        }
+        places, sizes, by_counter = asyncio.Semaphore(_READS), dict[str, int](), dict[int, int | None]()
+        packed = False
+
+        async def add(counter: int, part: PartName) -> None:
+            nonlocal packed
+            try:
+                async with places:
+                    index = await read_index(self.objects, part)
+            except CorruptStoreError:  # or it was replaced a moment ago
+                by_counter[counter] = None
+                return
+            found, packed = index.sizes | {part.key: part.nbytes}, packed or bool(index.blocks)
+            sizes.update(found)
+            if (known := by_counter[counter]) is not None:
+                by_counter[counter] = known + sum(found.values())
+
+        async with Tasks() as tasks:
+            for _, record in self._now.values():
+                by_counter[record.entry.counter] = 0
+                for part in record.parts:
+                    tasks.create_task(add(record.entry.counter, part))
+        return Stored(by_counter, sum(sizes.values()), packed)
 
     async def _look(self) -> int:
         """Read the live commits that count; return the newest record's number, 0 for none.

@@ -103,7 +103,7 @@ class Owner:
 
     @property
     def live_parts(self) -> tuple[PartName, ...]:
-        """The parts of the newest live commit; empty if there is none, or its record could not be read."""
+        """The parts of the newest live commit whose record could be read; empty if there is none."""
         return next((record.parts for record in self.records.values() if record.parts), ())
 
     def _record(

@@ -128,11 +128,6 @@ class PartIndex(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
         coded = (sum(block.nbytes for block in self.blocks_of(number)) for number in range(len(sizes)))
         return {key: stored or nbytes for (key, nbytes), stored in zip(self.objects, coded, strict=True)}
 
-    @property
-    def stored_nbytes(self) -> int:
-        """Size in bytes of all objects in the bucket, each once, without the index."""
-        return sum(self.sizes.values())
-
 
 _commits = msgspec.msgpack.Decoder(CommitRecord)
 _indexes = msgspec.msgpack.Decoder(PartIndex)
@@ -183,8 +178,11 @@ def decode_index(data: bytes, part: PartName) -> PartIndex:
     named = all(data_name(key) is not None for key, _ in index.objects)
     blocks = MIN_BLOCK <= block <= REGION_NBYTES and not block & (block - 1)
     coded = not index.blocks or (
-        len(index.blocks) == len(sizes)
-        and all(not each or is_possible(nbytes, each) for nbytes, each in zip(sizes, index.blocks, strict=True))
+        whole
+        and (
+            len(index.blocks) == len(sizes)
+            and all(not each or is_possible(nbytes, each) for nbytes, each in zip(sizes, index.blocks, strict=True))
+        )
     )
     if not (whole and named and blocks and coded and len(index.manifest) == entry.manifest_nbytes):
         raise CorruptStoreError(f"{what} is not the index of a checkpoint of {entry.nbytes} bytes")

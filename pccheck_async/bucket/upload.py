@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from pccheck_async.bucket.coding import Block
 from pccheck_async.bucket.compression import Compressing
-from pccheck_async.bucket.names import data_key, digest, found_again
+from pccheck_async.bucket.names import data_key, data_name, digest, found_again
 from pccheck_async.bucket.objects import Data, Objects
 from pccheck_async.bucket.owner import Owner, read_index
 from pccheck_async.bucket.record import PartIndex, PartName, encode_index
@@ -57,7 +57,9 @@ class Draft:
 
     def __init__(self, objects: Objects, target: int, adoptable: Mapping[str, int], rank: int = 0) -> None:
         self._bucket, self._target, self._rank = objects, target, rank
-        self._there = found_again(adoptable, rank)
+        self._there = dict[tuple[str, int], str]()
+        self._sizes: dict[int, int] = {}
+        self._find(adoptable)
         self._objects: dict[int, tuple[str, int, tuple[Block, ...]]] = {}
         self.sent = self.total = 0
 
@@ -65,6 +67,20 @@ class Draft:
     def of(cls, owner: Owner, rank: int = 0) -> Draft:
         """Return a draft for the next commit of an owner."""
         return cls(owner.objects, owner.target, owner.adoptable, rank)
+
+    def _find(self, objects: Mapping[str, int]) -> None:
+        """Let the draft name objects, given with their sizes in bytes, that the bucket has."""
+        found = found_again(objects, self._rank)
+        self._there |= found
+        self._sizes |= {name.number: nbytes for (_, nbytes), key in found.items() if (name := data_name(key))}
+
+    def has(self, digits: str, nbytes: int) -> bool:
+        """Whether the bucket has an object of these bytes that the draft may name."""
+        return (digits, nbytes) in self._there
+
+    def was_compressed(self, number: int, nbytes: int) -> bool:
+        """Whether the bucket seems to have object ``number``, which holds ``nbytes`` of the payload, compressed."""
+        return self._sizes.get(number, nbytes) < nbytes
 
     async def name_again(self, live: Sequence[PartName]) -> None:
         """Let the draft name objects of this rank's part of a live commit, of which ``live`` are the parts.
@@ -77,10 +93,9 @@ class Draft:
             sizes = {} if part is None else (await read_index(self._bucket, part)).sizes
         except CorruptStoreError:
             return
-        for prefix in {key.rpartition("/")[0] for key in sizes}:
-            for key, nbytes in await self._bucket.list(f"{prefix}/"):
-                if sizes.get(key) == nbytes:
-                    self._there |= found_again({key: nbytes}, self._rank)
+        for prefix in sorted({key.rpartition("/")[0] for key in sizes}):
+            listed = await self._bucket.list(f"{prefix}/")
+            self._find({key: nbytes for key, nbytes in listed if sizes.get(key) == nbytes})
 
     async def send(
         self, number: int, data: Data, digits: str, nbytes: int | None = None, blocks: tuple[Block, ...] = ()
@@ -97,7 +112,7 @@ class Draft:
             return key
         key = data_key(self._target, self._rank, number, digits)
         await self._bucket.put(key, data)
-        self._there[digits, len(data)] = key
+        self._there[digits, len(data)], self._sizes[number] = key, len(data)
         self.sent += len(data)
         return key
 
@@ -160,15 +175,23 @@ async def send_part(
 
     async def send(run: ChunkRun, view: memoryview) -> None:
         nonlocal free_at
-        data, blocks = await compressing.encode(view, alone=alone)
+        number, nbytes, data = run.first, len(view), view
+        blocks: tuple[Block, ...] = ()
         digits = await operations.call(digest, data)
-        if rate_limit is not None:
-            free_at = max(free_at, clock())
-            wait, free_at = free_at - clock(), free_at + len(data) / rate_limit
-            await asyncio.sleep(wait)
-        with compressing.sending(len(data)):
-            await draft.send(run.first, data, digits, len(view), blocks)
-        advance(len(view))
+        if not draft.has(digits, nbytes):
+            again = draft.was_compressed(number, nbytes)
+            data, blocks = await compressing.encode(data, operations, alone=alone, again=again)
+            digits = await operations.call(digest, data) if blocks else digits
+        if draft.has(digits, len(data)):
+            await draft.send(number, data, digits, nbytes, blocks)
+        else:
+            if rate_limit is not None:
+                free_at = max(free_at, clock())
+                wait, free_at = free_at - clock(), free_at + len(data) / rate_limit
+                await asyncio.sleep(wait)
+            with compressing.sending(len(data)):
+                await draft.send(number, data, digits, nbytes, blocks)
+        advance(nbytes)
 
     def damaged(index: int, reason: str, error: ReadError | None) -> None:
         chunk = part.manifest.chunks[index]

@@ -102,10 +102,10 @@ def ls(path: AnyPlace, json: Json = False) -> Report:
     if place.is_bucket:
         stored = in_bucket(path)
         for each in document if isinstance(document, list) else document["checkpoints"]:
-            each["stored_nbytes"] = stored.get(each["counter"])
-        plain = sum(info.nbytes for info in infos)
-        packed = f", compressed from {size(plain)}" if sum(stored.values()) < plain else ""
-        notes.append(f"In the bucket {size(sum(stored.values()))}{packed}.")
+            each["stored_nbytes"] = stored.by_counter.get(each["counter"])
+        facts = [", compressed"] if stored.is_compressed else []
+        facts += [", without parts that cannot be read"] if None in stored.by_counter.values() else []
+        notes.append(f"In the bucket {size(stored.nbytes)}{''.join(facts)}.")
     else:
         taken = on_disk(place)
         notes.append(f"On disk {size(taken['nbytes'])}: {taken['slots']} slots ({taken['slots_in_use']} in use).")

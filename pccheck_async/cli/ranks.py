@@ -18,6 +18,7 @@ from pccheck_async.cli.output import as_json, duration, table
 from pccheck_async.errors import CorruptStoreError, ReadError, first_few, in_shell
 
 if TYPE_CHECKING:
+    from pccheck_async.bucket import Stored
     from pccheck_async.group import Place
     from pccheck_async.medium.status_file import Status
     from pccheck_async.upkeep import ShardBox, ShardedLeaf
@@ -67,12 +68,12 @@ def group_fault(place: Place) -> str:
     return ""
 
 
-def in_bucket(path: Path) -> dict[int, int]:
-    """Return the bytes that each checkpoint takes in a bucket, by counter."""
+def in_bucket(path: Path) -> Stored:
+    """Return how many bytes checkpoints take in a bucket."""
     from pccheck_async.bucket import BucketMedium, open_objects
     from pccheck_async.engine import call_once
 
-    async def stored() -> dict[int, int]:
+    async def stored() -> Stored:
         return await BucketMedium(open_objects(path)).stored()
 
     return call_once(stored())

@@ -9,7 +9,7 @@ from datetime import timedelta
 from numbers import Real
 from typing import Any, Literal
 
-from pccheck_async.bucket import Compression, Location, is_location, shown
+from pccheck_async.bucket import Compression, Location, check_compression, is_location, shown
 from pccheck_async.engine.policy import Policy
 from pccheck_async.format import align, check_count, explained
 from pccheck_async.format.record import MOST_ENTRIES
@@ -196,8 +196,7 @@ class Drain:
             raise ValueError(f"every is a timedelta, such as timedelta(minutes=10), or None, not {self.every!r}")
         if self.options is not None and not isinstance(self.options, Mapping):
             raise ValueError(f"options is a mapping from names, not {type(self.options).__name__}")
-        if self.compression not in ("auto", "zstd", None):
-            raise ValueError(f"compression is 'auto', 'zstd' or None, not {self.compression!r}")
+        check_compression(self.compression)
         _check_seconds("deadline", self.deadline)
         _check_seconds("closing", self.closing)
 

@@ -293,20 +293,21 @@ class Draining:
             self._drafts = request.counter, request.target, drafts
         names = []
         for rank, source in self._savers.parts_to_send(request.counter).items():
-            if rank not in drafts:
-                draft = Draft(self.objects, request.target, request.adoptable, rank)
-                await draft.name_again(request.live)
-                drafts[rank] = draft
-            draft, sent = drafts[rank], drafts[rank].sent
             part = PartReader(source, self._backend, Staging())
+            sent = 0
             try:
-                await part.hold()
+                await part.hold()  # before anything is asked of the bucket, else training may replace it meanwhile
+                if rank not in drafts:
+                    draft = Draft(self.objects, request.target, request.adoptable, rank)
+                    await draft.name_again(request.live)
+                    drafts[rank] = draft
+                sent = drafts[rank].sent
                 names.append(
-                    await send_part(draft, part, compressing=self._compressing, rate_limit=self.drain.rate_limit)
+                    await send_part(drafts[rank], part, compressing=self._compressing, rate_limit=self.drain.rate_limit)
                 )
             finally:
                 await part.close()
-                self.nbytes += draft.sent - sent
+                self.nbytes += drafts[rank].sent - sent if rank in drafts else 0
         return names
 
     # -- the end

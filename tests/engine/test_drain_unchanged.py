@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,8 @@ import torch
 
 from pccheck_async import Drain, Group, StorageOptions, SyncCheckpointEngine
 from pccheck_async.bucket import upload
-from pccheck_async.bucket.names import data_name
-from tests.support.lying_objects import LyingObjects, use_in_drains
+from pccheck_async.bucket.names import commit_number, data_name
+from tests.support.lying_objects import LyingObjects, record_of, use_in_drains
 from tests.support.thread_ranks import on_ranks
 
 MIB = 1 << 20
@@ -55,7 +57,7 @@ def drain(**settings: Any) -> Drain:
     return Drain("s3://lying/run", **settings)
 
 
-@pytest.mark.parametrize("compression", [None, "zstd"])
+@pytest.mark.parametrize("compression", [None, "zstd", "auto"])
 def test_only_what_changed_is_sent(tmp_path: Path, lying: LyingObjects, compression: Any) -> None:
     settings: dict[str, Any] = {"drain": drain(compression=compression), "storage": OPTIONS, "save_last": False}
     with SyncCheckpointEngine(tmp_path / "run", **settings) as engine:
@@ -122,3 +124,43 @@ def test_each_rank_names_its_own_again(tmp_path: Path, lying: LyingObjects) -> N
 
     assert all((FROZEN + 2) * MIB < nbytes < (FROZEN + 2.1) * MIB for nbytes in on_ranks(2, work))
     on_ranks(2, restore)
+
+
+def test_a_rate_limit_is_for_what_is_sent(tmp_path: Path, lying: LyingObjects) -> None:
+    with SyncCheckpointEngine(tmp_path / "run", drain=drain(), storage=OPTIONS, save_last=False) as engine:
+        engine.checkpoint(state(1), step=1).wait_reached("remote", 30)
+    limited = drain(rate_limit=MIB // 3600)  # an hour for each object but the first
+    with SyncCheckpointEngine(tmp_path / "run", drain=limited, storage=OPTIONS, save_last=False) as engine:
+        engine.restore(state(0))
+        engine.checkpoint(state(2), step=2).wait_reached("remote", 30)
+
+
+def test_a_checkpoint_is_held_before_the_bucket_is_asked(tmp_path: Path, lying: LyingObjects) -> None:
+    """Else training that saves faster than the bucket answers would replace each one in the meantime."""
+    listing, create, answers, asked = lying.list, lying.create, threading.Event(), threading.Event()
+    committed = list[int]()
+
+    async def noted(key: str, data: bytes) -> bool:
+        number = commit_number(key)
+        record = None if number is None else record_of(data, number)
+        committed.extend([record.entry.step] if record is not None and record.parts else [])
+        return await create(key, data)
+
+    async def slow(prefix: str, after: str = "") -> Any:
+        if prefix.startswith("data/0"):
+            asked.set()
+            while not answers.is_set():  # noqa: ASYNC110 - by another thread
+                await asyncio.sleep(0.001)
+        return await listing(prefix, after)
+
+    with SyncCheckpointEngine(tmp_path / "run", drain=drain(), storage=OPTIONS, save_last=False) as engine:
+        engine.checkpoint(state(1), step=1).wait_reached("remote", 30)
+        lying.list, lying.create = slow, noted  # type: ignore[method-assign]
+        first = engine.checkpoint(state(2), step=2)
+        first.result()
+        assert asked.wait(30)
+        for step in (3, 4, 5):
+            engine.checkpoint(state(step), step=step).result()
+        answers.set()
+        first.wait_reached("remote", 30)
+        assert 2 in committed
