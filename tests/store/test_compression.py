@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -479,3 +480,35 @@ def test_ls_goes_on_where_an_index_is_gone(tmp_path: Path, url: str) -> None:
     assert [each["stored_nbytes"] is None for each in json.loads(result.stdout)] == [False, True]
     text = CliRunner().invoke(app, ["ls", url]).stdout
     assert re.search(r"In the bucket [\d.]+ MB, without parts that cannot be read\.", text)
+
+
+def test_ls_counts_shared_objects_once(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upload, "OBJECT_BYTES", 1 << 20)
+    options = {"drain": Drain(url, keep_last=3), "storage": StorageOptions(chunk_bytes=1 << 20), "save_last": False}
+    frozen = weights(torch.float32, 3 << 20)
+    with SyncCheckpointEngine(tmp_path / "run", keep_last=3, **options) as engine:  # type: ignore[arg-type]
+        for step in (1, 2, 3):
+            state = {"frozen": frozen, "trained": torch.full((1 << 18,), step)}
+            engine.checkpoint(state, step=step).wait_reached("remote", 30)
+    stored = stored_nbytes(tmp_path / "bucket")
+    assert 3 << 20 < stored < 10 << 20
+    listed = json.loads(CliRunner().invoke(app, ["ls", url, "--json"]).stdout)
+    assert all(each["stored_nbytes"] >= 4 << 20 for each in listed)
+    assert f"In the bucket {stored / 1e6:.1f} MB" in CliRunner().invoke(app, ["ls", url]).stdout
+
+
+EXITS = """
+import sys, torch
+from pccheck_async import Drain, SyncCheckpointEngine
+engine = SyncCheckpointEngine(sys.argv[1], drain=Drain(sys.argv[2], compression="zstd"))
+engine.open()
+engine.checkpoint({"w": torch.arange(1 << 20)}, step=1).result()
+"""
+
+
+@pytest.mark.slow
+def test_the_end_of_the_interpreter_copies_the_newest_one_compressed(tmp_path: Path, url: str) -> None:
+    """Threads of asyncio are gone by then."""
+    subprocess.run([sys.executable, "-c", EXITS, str(tmp_path / "run"), url], check=True, timeout=100)
+    assert torch.equal(load_sync(url)["w"], torch.arange(1 << 20))
+    assert stored_nbytes(tmp_path / "bucket") < 4 << 20
