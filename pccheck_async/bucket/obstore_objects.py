@@ -124,6 +124,8 @@ def open_objects(
         raise RefusedError(f"{shown(url)} cannot be opened: {str(error).partition(chr(10))[0]}") from None
     except (obstore.exceptions.BaseError, OSError, ValueError, TypeError) as error:
         why = error.strerror if isinstance(error, OSError) else "the URL or an option is wrong"
+        if "Account must be specified" in str(error):
+            why = "Azure needs the account, in AZURE_STORAGE_ACCOUNT_NAME or options={'account_name': ...}"
         raise RefusedError(f"{shown(url)} cannot be opened: {why}") from None
     return Patient(ObstoreObjects(store, shown(url)), deadline)
 

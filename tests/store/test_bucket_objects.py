@@ -134,9 +134,13 @@ def test_places_are_told_from_folders(tmp_path: Path) -> None:
     assert shown("s3://user:password@bucket/run/?token=secret") == "s3://bucket/run"
 
 
-def test_wrong_places_say_what_is_wrong(tmp_path: Path) -> None:
+def test_wrong_places_say_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RefusedError, match="known are s3://"):
         open_objects("ftp://host/run")
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
+    with pytest.raises(RefusedError, match=r"az://container/run cannot be opened: Azure needs the account"):
+        open_objects("az://container/run")
+    assert open_objects("az://container/run", {"account_name": "account"}).url == "az://container/run"
     with pytest.raises(RefusedError, match="options are for a URL"):
         open_objects(MemoryStore(), {"region": "x"})
     with pytest.raises(NoCheckpointError, match="does not exist"):
