@@ -69,7 +69,7 @@ class Draft:
         return cls(owner.objects, owner.target, owner.adoptable, rank)
 
     def _find(self, objects: Mapping[str, int]) -> None:
-        """Let the draft name objects, given with their sizes in bytes, that the bucket has."""
+        """Add objects that the bucket has, given with their sizes in bytes, to those that the draft may name."""
         found = found_again(objects, self._rank)
         self._there |= found
         self._sizes |= {name.number: nbytes for (_, nbytes), key in found.items() if (name := data_name(key))}
@@ -83,7 +83,7 @@ class Draft:
         return self._sizes.get(number, nbytes) < nbytes
 
     async def name_again(self, live: Sequence[PartName]) -> None:
-        """Let the draft name objects of this rank's part of a live commit, of which ``live`` are the parts.
+        """Add the objects of this rank's part of a live commit, of which ``live`` are the parts, to those it may name.
 
         Only what the bucket lists: if something else has deleted an object, it is uploaded again. Raises ReadError,
         RefusedError.

@@ -16,6 +16,7 @@ from pccheck_async.cli.checkpoints import marks_of, naming_others, noun_for, ste
 from pccheck_async.cli.output import (
     FAILED,
     AnyFolder,
+    AnyPlace,
     Json,
     Name,
     OneStep,
@@ -95,7 +96,7 @@ def copy(
 
 @reporting
 def remove(
-    path: AnyFolder,
+    path: AnyPlace,
     old: Annotated[list[int] | None, typer.Argument(hidden=True)] = None,
     steps: Annotated[
         list[int] | None, typer.Option("--step", metavar="STEP", help="A step to remove; may be repeated.")
@@ -109,13 +110,17 @@ def remove(
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Also where no checkpoint is left then.")] = False,
+    take_over: Annotated[
+        bool, typer.Option("--take-over", help="For a bucket: the run that copied to it has ended.")
+    ] = False,
     json: Json = False,
 ) -> Report | int:
     """Remove checkpoints, and free their space.
 
     Removes all checkpoints of the given steps, names and counters, pinned or not, in one commit: all or none. No
     trainer may have PATH open. In a group's folder they are removed on all ranks, also incomplete ones. A crash in
-    between leaves incomplete checkpoints; run the same command again to remove them.
+    between leaves incomplete checkpoints; run the same command again to remove them. PATH may be the URL of a bucket,
+    with --take-over: a run that still copies to it copies nothing more then.
 
     Exit status: 0 removed, 1 failed or answered no (nothing was removed), 2 wrong usage, 3 no checkpoint has one of the
     steps, names or counters, 4 the store is damaged.
@@ -142,7 +147,7 @@ def remove(
         if isinstance(abort.__context__, KeyboardInterrupt):
             raise
         raise StoreError(_NOBODY) from None
-    removal = pccheck.stores.remove(path, step=steps, name=names, counter=counters, force=force)
+    removal = pccheck.stores.remove(path, step=steps, name=names, counter=counters, force=force, take_over=take_over)
     return Report(
         {"removed": [as_json(info) for info in removal.removed], "freed_nbytes": removal.freed_nbytes},
         [f"Removed {noun_for(removal.removed)} {steps_of(removal.removed)}; {size(removal.freed_nbytes)} freed."],

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from operator import index
 from pathlib import Path
 
+from pccheck_async.bucket import is_location
 from pccheck_async.engine import call_once
 from pccheck_async.errors import NoCheckpointError, StoreError, StoreLockedError, in_shell
 from pccheck_async.format import (
@@ -29,6 +30,7 @@ from pccheck_async.medium.files import Files
 from pccheck_async.medium.filesystem import slot_bytes
 from pccheck_async.medium.open_medium import IO, OpenMedium
 from pccheck_async.store import KeepAll, Retention, Store, StoreReader, open_store, rank_name
+from pccheck_async.upkeep.bucket_change import remove_from_bucket
 from pccheck_async.upkeep.reading import LOCK_SECONDS, holds_other
 from pccheck_async.upkeep.salvage import find_in_slot
 
@@ -59,39 +61,49 @@ def remove_checkpoints(
     name: str | Collection[str] = (),
     counter: int | Collection[int] = (),
     force: bool = False,
+    take_over: bool = False,
     io: IO = "auto",
 ) -> Removal:
     """Drop every checkpoint of these steps, and those with these names or counters, pinned or not, in one commit.
 
     The same number of slots is removed. In the folder of a group that does not run, checkpoints are dropped on all
-    ranks that have their folders in it, also checkpoints that lack parts of such ranks.
+    ranks that have their folders in it, also checkpoints that lack parts of such ranks. A disk that a bucket was copied
+    from keeps its own, and its next engine copies those that are newer than all that are left in the bucket.
 
     Durability: when this returns the change survives power loss.
 
     Args:
-        path: Folder of a store, or of a group.
+        path: Folder of a store, or of a group, or the URL of a bucket.
         step: A step, or several; nothing is dropped unless there are checkpoints of all of them.
         name: A name, or several, likewise.
         counter: A counter, or several, likewise; it distinguishes two checkpoints of one step.
         force: Drop them even if no checkpoint is left then, or a slot holds a newer one that no record names.
+        take_over: For a bucket: the run whose drain owns it has ended. If it has not, it copies nothing more.
         io: I/O backend, as for :class:`pccheck_async.CheckpointEngine`.
 
     Raises:
         NoCheckpointError: there is no checkpoint of one of the steps, or with one of the names or counters.
-        StoreError: no checkpoint would be left, or a slot holds a newer one.
-        StoreLockedError: a trainer has the store open.
-        StoreFailedError: the record could not be written; a restart finds either the new or the old one.
+        StoreError: no checkpoint would be left, or a slot holds a newer one; or for a bucket ``take_over`` is not set.
+        StoreLockedError: a trainer has the store open, or takes the bucket over.
+        StoreFailedError: the record could not be written; a restart finds either the new or the old one. ReadError,
+            WriteError, RefusedError for a bucket.
         TypeError: neither ``step`` nor ``name`` nor ``counter`` is given.
     """
+    if is_location(path):
+        gone, nbytes = call_once(
+            remove_from_bucket(
+                path, lambda place: _chosen(place, step, name, counter), force=force, take_over=take_over, io=io
+            )
+        )
+        return Removal(tuple(gone), nbytes)
     removed: list[CheckpointInfo] = []
 
     async def drop() -> int:
         async with _writing(path, io, by_ranks_alone=False) as (place, stores):
             await place.look()  # only now, when none of the records can change any more
             folders = [place.path / place.folder(rank) for rank in place.stores]
-            before, there = sum(map(slot_bytes, folders)), removable(place)
-            removed[:] = to_remove(path, list(there), step, name, counter)
-            keys = {there[info] for info in removed}
+            before, keys = sum(map(slot_bytes, folders)), _chosen(place, step, name, counter)
+            removed[:] = keys.values()
             doomed = [one.entry for one in place.complete if one.key in keys]
             if not force and doomed:
                 if not place.of_group:
@@ -100,11 +112,21 @@ def remove_checkpoints(
                     [one.entry for one in place.complete if one.key not in keys], [one.entry for one in place.complete]
                 )
             for store in stores:
-                await drop_checkpoints(store, keys)
+                await drop_checkpoints(store, {*keys})
             return max(0, before - sum(map(slot_bytes, folders)))
 
     freed_nbytes = call_once(drop())
     return Removal(tuple(removed), freed_nbytes)
+
+
+def _chosen(
+    place: Place,
+    step: int | Collection[int],
+    name: str | Collection[str],
+    counter: int | Collection[int],
+) -> dict[Key, CheckpointInfo]:
+    there = removable(place)
+    return {there[info]: info for info in to_remove(place.name, list(there), step, name, counter)}
 
 
 def removable(place: Place) -> dict[CheckpointInfo, Key]:
