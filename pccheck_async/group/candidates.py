@@ -273,10 +273,9 @@ class PartSources:
         disk = [home + self._shift for home in self._disk.member.homes]
         ways: list[Sequence[int]] = []
         if found is not None:
-            kept = memory is None or memory.member.run is None or key in memory.member.keep
-            ways = [*found.ways] if kept else [found.spare]
-            if self._drain is not None:
-                ways = self._beside_bucket(key, found.world, ways)
+            ways += found.ways_through(self._domains_with(key))
+            if key in self._in_bucket:
+                ways.append([self._bucket] * found.world)
         else:  # parts of this run are in their ranks' domains
             ways += [memory.member.homes] if memory is not None and key in memory.member.keep else []
             if key in self._disk.member.keep or (memory is None and key not in self._in_bucket):
@@ -296,13 +295,15 @@ class PartSources:
         near: list[Sequence[int]] = [*dict.fromkeys(self._nearest(rank, way, distinct) for way in seen)]
         return [near, *others.values()] if near else [*others.values()]
 
-    def _beside_bucket(self, key: Key, world: int, ways: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-        """Return the ways of a checkpoint from before this run that are left, as disks and bucket drop checkpoints."""
-        member = self._disk.member
-        on_disk = member.run is None or key in member.keep or key in member.unproven
-        if key not in self._in_bucket:
-            return [way for way in ways if self._bucket not in way]
-        return [*(ways if on_disk else ()), (self._bucket,) * world]
+    def _domains_with(self, key: Key) -> set[int]:
+        """Return the domains that may still have a checkpoint from before this run: each tier drops its own."""
+        disk, memory, domains = self._disk.member, self._memory, set[int]()
+        if memory is not None and (memory.member.run is None or key in memory.member.keep):
+            domains |= {*range(self._shift)}
+        in_bucket = key in self._in_bucket
+        if not in_bucket or disk.run is None or key in disk.keep or key in disk.unproven:
+            domains |= {*range(self._shift, self._bucket)}
+        return domains | ({self._bucket} if in_bucket else set())
 
     def _nearest(self, rank: int, way: Sequence[int], ways: Sequence[Sequence[int]]) -> tuple[int, ...]:
         """Return a way in which other ranks' parts that the rank does not see are replaced by copies that it sees."""

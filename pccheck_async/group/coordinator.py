@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from pccheck_async.bucket import BucketState
 from pccheck_async.errors import CheckpointError, NoCheckpointError, StoreError, StoreFullError, first_few, readable
-from pccheck_async.format import Entry, Line, describe_which, name_in
+from pccheck_async.format import Entry, describe_which, name_in
 from pccheck_async.group.messages import (
     Abort,
     AboutMemory,
@@ -58,7 +58,7 @@ from pccheck_async.group.restore import LeadRestore, There
 from pccheck_async.group.rounds import LeadRounds
 from pccheck_async.group.schedule import LeadSchedule
 from pccheck_async.group.uploads import LeadUploads
-from pccheck_async.group.view import View, kept_at_start, view_beside_bucket, view_of, view_of_both
+from pccheck_async.group.view import View, kept_at_start, line_of_run, view_beside_bucket, view_of, view_of_both
 from pccheck_async.store import Retention
 
 __all__ = ["Coordinator"]
@@ -134,6 +134,7 @@ class Coordinator:
         self.uploads = LeadUploads(world)
         self.bucket: BucketState | None = None
         """The state of the drain; None without one."""
+        self._found_bucket: BucketState | None = None  # at the opening
         self._dropped: set[int] = set()  # counters that were rejected or removed; the bucket may have them yet
         self._token = token
         self.disk: Coordinator | None = None
@@ -259,10 +260,11 @@ class Coordinator:
 
         Only the disk's entry has whether it is pinned or rejected.
         """
-        copies = () if self.bucket is None else self.bucket.valid
+        disk = self.disk or self
+        copies = () if disk.bucket is None else disk.bucket.valid
         in_bucket = {copy.entry.counter: (copy.key.run, copy.entry) for copy in copies if copy.key is not None}
-        there = {counter: one for counter, one in in_bucket.items() if counter not in self._dropped}
-        there |= self.committed if self.disk is None else self.committed | self.disk.committed
+        there = {counter: one for counter, one in in_bucket.items() if counter not in disk._dropped}
+        there |= self.committed | disk.committed
         return [there[counter] for counter in sorted(there, reverse=True)]
 
     # -- opening
@@ -308,6 +310,7 @@ class Coordinator:
         view = view_of(stores, homes, hosts) if self.disk is None else self._view_of_both(self.disk, stores)
         for bucket in (one.bucket for one in self._found.values() if one.bucket is not None):
             view, self.bucket = view_beside_bucket(stores, homes, hosts, bucket)
+            self._found_bucket = self.bucket
             self._dropped |= {one.entry.counter for one in view.remote if one.entry.rejected}
         self._view = view
         if view.error is not None:
@@ -325,11 +328,10 @@ class Coordinator:
         """Return the view over both tiers (:func:`view_of_both`), or over the disk alone if that one has an error."""
         assert disk._view is not None
         on_disk = [store for rank in sorted(disk._found) for store in disk._found[rank].stores]
-        view = view_of_both(on_disk, disk._roster.homes, found, self._roster.homes, self._roster.hosts)
+        places = self._roster.homes, self._roster.hosts
+        view = view_of_both(on_disk, disk._roster.homes, found, *places, disk._found_bucket)
         if view.error is not None:  # then the disk alone counts
-            view = replace(
-                view_of_both(on_disk, disk._roster.homes, (), self._roster.homes, self._roster.hosts), base=view.base
-            )
+            view = replace(view_of_both(on_disk, disk._roster.homes, (), *places, disk._found_bucket), base=view.base)
         return view
 
     def _lacking(self) -> str:
@@ -384,8 +386,8 @@ class Coordinator:
         assert disk.run is not None
         assert disk._view is not None
         self.run = disk.run
-        link = None if disk._came_from is None else link_to(disk._came_from)
-        line = Line.begin(disk._view.line, run_id(self.run.number, self.run.nonce), view.base, link)
+        run = run_id(self.run.number, self.run.nonce)
+        line = line_of_run(disk._view, disk._found_bucket, run, view.base, disk._came_from)
 
         def accepted(key: Key) -> bool:
             return line.accepts(*link_to(key))

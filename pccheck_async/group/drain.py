@@ -15,12 +15,11 @@ from dataclasses import dataclass, field
 from pccheck_async.bucket import BucketState, RefusedError, Upload
 from pccheck_async.engine import Draining, UploadedParts
 from pccheck_async.errors import CheckpointError, DamagedError, GroupError, ReadError, WriteError
-from pccheck_async.format import Key, Line
+from pccheck_async.format import Key
 from pccheck_async.group.driver import Driver, set_future
 from pccheck_async.group.messages import (
     AnyDecision,
     AskParts,
-    Change,
     Commit,
     InBucket,
     Opened,
@@ -31,7 +30,6 @@ from pccheck_async.group.messages import (
     UploadFailure,
 )
 from pccheck_async.group.parts import link_to
-from pccheck_async.group.tiers import set_line
 from pccheck_async.group.view import Complete, FoundBucket, View
 from pccheck_async.store import DroppedMeanwhileError, FolderPart, OwnSlot, Source, rank_name, ranks_in_words
 
@@ -70,26 +68,7 @@ class GroupDrain:
         """Take over what the ranks agreed on, in the order of the log: later decisions change it."""
         self.disk.store.committed.line = view.line  # until this run writes its own
         self.draining.adopt(bucket)
-        self.draining.note_dropped(one.entry.counter for one in self.complete if one.entry.rejected)
-
-    @property
-    def complete(self) -> list[Complete]:
-        """The checkpoints that were complete at the opening, on the disks or in the bucket, newest first."""
-        view = self.disk.member.view
-        assert view is not None
-        there = {one.key: one for one in (*view.complete, *view.remote)}
-        return [there[key] for key in sorted(there, reverse=True)]
-
-    def set_line(self, *, unrestored: bool = False) -> None:
-        """Set the line with which this rank joins the run, unless it has joined it."""
-        member, view = self.disk.member, self.disk.member.view
-        if member.joined or view is None:
-            return
-        lines = dict[Key, Line]()
-        for copy in self.draining.state.valid:
-            if copy.key is not None and copy.line is not None:
-                lines[copy.key] = copy.line
-        set_line(member, self.complete, view.base, member.restore.restored, lines, unrestored=unrestored)
+        self.draining.note_dropped(one.entry.counter for one in view.restorable if one.entry.rejected)
 
     # -- what the group decides
 
@@ -108,7 +87,7 @@ class GroupDrain:
                 self.draining.learn(state)
             case Start():
                 self.draining.note_begun()
-            case Commit() | Change() if self.draining.owner is not None:
+            case Commit() if self.draining.owner is not None:
                 self.draining.owner.wake()
 
     async def _send(self, request: SendParts) -> None:

@@ -106,10 +106,15 @@ class GroupMemory:
             self._memory.turn_off(driver.not_scanned)
         if driver.replicas is not None:
             await driver.replicas.open()
-        view, parts = self._disk.member.view, driver.member.parts.values()
+        view, bucket, parts = self._disk.member.view, self._disk.member.bucket, driver.member.parts.values()
         line = None if view is None else view.line
-        if ignored := [part.entry.step for part in parts if line is None or not line.accepts(*link_to(part.key))]:
+        beyond = None if bucket is None else bucket.beyond(line)
+        lines = [line] if beyond is None else [line, beyond]
+        links = {part.entry.step: link_to(part.key) for part in parts}
+        if ignored := [step for step, link in links.items() if not all(one and one.accepts(*link) for one in lines)]:
             text = "checkpoints of steps %s in %s do not count: the stores on disk do not descend from their run"
+            if beyond is not None:
+                text += ", or another run has gone on from it, whose checkpoints are in the bucket"
             write("memory_ignored", text, ignored, self._memory.folder)
 
     @property

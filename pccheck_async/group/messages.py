@@ -78,7 +78,7 @@ __all__ = [
     "encode",
 ]  # fmt: skip
 
-VERSION = 10
+VERSION = 11
 """The version of this protocol. Ranks with different versions refuse to open."""
 
 Metadata = dict[str, str | int | float | bool | None]

@@ -49,6 +49,7 @@ from pccheck_async.group.member import Member
 from pccheck_async.group.memory import UNDECIDED, GroupMemory
 from pccheck_async.group.messages import AnyDecision, AnyMessage, BucketChanged, Failed, InMemory, NoMoreParts
 from pccheck_async.group.steps import Steps
+from pccheck_async.group.tiers import set_line
 from pccheck_async.group.wire import Listener, local_address
 from pccheck_async.medium.files import Files
 from pccheck_async.medium.open_medium import OpenMedium
@@ -107,8 +108,6 @@ class Ranks(Peers):
     def retention(self, config: EngineConfig) -> Retention:
         if config.on_busy == "skip":
             raise ValueError("on_busy='skip' is not for groups: a step that one rank skips is saved by another")
-        if config.drain is not None and config.memory is not None:
-            raise ValueError("drain= and memory= do not go together yet in a group: give one of them")
         # Records also name prepared checkpoints.
         self._retention = replace(config.retention, most=MOST_ENTRIES - 2 * config.max_in_flight)
         return self._retention
@@ -227,7 +226,7 @@ class Ranks(Peers):
         """Warn of checkpoints newer than the newest complete one that were complete once, and lack parts now."""
         view = self.member.view
         assert view is not None
-        there = (*view.complete, *view.remote)
+        there = view.restorable
         newest = max((one.key.counter for one in there), default=-1)
         for one in view.incomplete:
             if one.committed and one.key.counter > newest and self.member.rank == 0:
@@ -352,14 +351,18 @@ class Ranks(Peers):
     ) -> None:
         if on_disk:
             self._disk.begin(counter)
-        if self._drain is not None:
-            self._drain.set_line()
         if self._memory is None:
+            self._set_line()
             actions = self.member.request(step, dict(metadata), sums, differing)
             assert self.member.counter == counter, (self.member.counter, counter)
         else:
             actions = self._memory.request(counter, step, dict(metadata), sums, differing, on_disk=on_disk)
         self._disk.do(actions)
+
+    def _set_line(self, *, unrestored: bool = False) -> None:
+        """Set the line of a run with a drain; with a memory tier :class:`.tiers.Tiers` does."""
+        if self._drain is not None and (view := self.member.view) is not None:
+            set_line(self.member, view, unrestored=unrestored)
 
     def describe(self, error: BaseException) -> str:
         try:
@@ -508,9 +511,8 @@ class Ranks(Peers):
         Returns when this rank's records on disk and in memory have the change. Raises NoCheckpointError, StoreError,
         GroupError.
         """
-        if self._drain is not None:
-            self._drain.set_line(unrestored=True)
         if self._memory is None:
+            self._set_line(unrestored=True)
             return await self._disk.change(ask)
         followed = self._memory.follow(self.member.changes_asked)
         left = await self._disk.change(ask)

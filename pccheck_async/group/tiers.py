@@ -5,7 +5,7 @@ Each tier has its own votes, decisions, keep-list and records, so a checkpoint t
 The parts that both tiers share are here, and on rank 0 in :class:`.coordinator.Coordinator`:
 
 - one sequence of counters, and one run: a checkpoint has one key in both;
-- one restore, over the checkpoints that have each of their parts in either tier;
+- one restore, over the checkpoints that have each of their parts in either tier, or in a bucket;
 - the *line*. Before its first checkpoint in any tier a run writes durably, on every rank's disk, which run it is and
   what it goes on from. A part in memory is valid only if that line accepts its key: counters repeat, and memory may be
   older than the disk, or of a branch that the disk has left behind.
@@ -13,48 +13,33 @@ The parts that both tiers share are here, and on rank 0 in :class:`.coordinator.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
-from pccheck_async.format import Key, Line
 from pccheck_async.group.actions import Action
 from pccheck_async.group.member import Member
 from pccheck_async.group.messages import Metadata
-from pccheck_async.group.parts import link_to, run_id
-from pccheck_async.group.view import Complete
+from pccheck_async.group.parts import run_id
+from pccheck_async.group.view import View, line_of_run
 
 __all__ = ["Tiers", "set_line"]
 
 
-def set_line(
-    disk: Member,
-    complete: Sequence[Complete],
-    base: int,
-    restored: Key | None,
-    lines: Mapping[Key, Line],
-    *,
-    unrestored: bool = False,
-) -> None:
-    """Set the line with which a rank joins the run on disk, which is the same on all ranks.
+def set_line(disk: Member, found: View, *, unrestored: bool = False) -> None:
+    """Set the line with which a rank joins the run on disk, which is the same on all ranks, unless it has joined.
 
     Args:
-        disk: The member of the disk, which has not joined yet.
-        complete: The complete checkpoints in all tiers, newest first.
-        base: The largest counter in any tier.
-        restored: The checkpoint that was restored; None: none was.
-        lines: The lines of checkpoints in a bucket, which go on where the disk's line ends.
+        disk: The member of the disk.
+        found: The agreement over all tiers.
         unrestored: Whether this is for a change, not a checkpoint. If nothing was restored, the run then goes on from
             the newest checkpoint that is not rejected, so that those in other tiers stay valid.
     """
-    view, came_from = disk.view, restored
-    assert view is not None
+    view, came_from = disk.view, disk.restore.restored
+    if disk.joined or view is None:
+        return
     if came_from is None and unrestored:
-        came_from = next((one.key for one in complete if not one.entry.rejected), None)
-    before = view.line
-    if came_from is not None and not (before is not None and before.accepts(*link_to(came_from))):
-        before = lines.get(came_from, before)
+        came_from = next((one.key for one in found.restorable if not one.entry.rejected), None)
     disk.came_from = came_from
-    link = None if came_from is None else link_to(came_from)
-    disk.line = Line.begin(before, run_id(view.number, disk.nonce), base, link)
+    disk.line = line_of_run(view, disk.bucket, run_id(view.number, disk.nonce), found.base, came_from)
 
 
 class Tiers:
@@ -85,6 +70,5 @@ class Tiers:
         """
         both = self.memory.view
         assert both is not None
-        if not self.disk.joined:
-            set_line(self.disk, both.complete, both.base, self.memory.restore.restored, {}, unrestored=unrestored)
+        set_line(self.disk, both, unrestored=unrestored)
         return self.disk.join()

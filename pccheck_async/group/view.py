@@ -23,12 +23,23 @@ from msgspec.structs import replace
 
 from pccheck_async.bucket import BucketState
 from pccheck_async.format import Entry, Line
-from pccheck_async.group.parts import MOST_HASH, Applied, Key, Part, Run, SeenStore, member_hash, on_the_line, run_id
+from pccheck_async.group.parts import (
+    MOST_HASH,
+    Applied,
+    Key,
+    Part,
+    Run,
+    SeenStore,
+    link_to,
+    member_hash,
+    on_the_line,
+    run_id,
+)
 from pccheck_async.store import Retention, rank_name, ranks_in_words
 
 __all__ = [
-    "Complete", "FoundBucket", "Incomplete", "View", "kept_at_start", "line_in", "view_beside_bucket", "view_of",
-    "view_of_both",
+    "Complete", "FoundBucket", "Incomplete", "View", "kept_at_start", "line_in", "line_of_run", "view_beside_bucket",
+    "view_of", "view_of_both",
 ]  # fmt: skip
 
 _MOST_COMBINATIONS = 4096
@@ -59,10 +70,10 @@ class Complete(msgspec.Struct, frozen=True, array_like=True):
         """The first domain that has the part of each rank."""
         return self.ways[0]
 
-    @property
-    def spare(self) -> tuple[int, ...]:
-        """The last domain that has the part of each rank."""
-        return self.ways[-1]
+    def ways_through(self, domains: Collection[int]) -> tuple[tuple[int, ...], ...]:
+        """Return the ways that are left through some of the domains; none if a part is in none of them."""
+        parts = zip(*self.ways, strict=True)
+        return _combined([[domain for domain in dict.fromkeys(part) if domain in domains] for part in parts])
 
     def copies(self, domains: int) -> int:
         """Return how many of the first ``domains`` domains have the part that the fewest of them have."""
@@ -107,8 +118,14 @@ class View(msgspec.Struct, frozen=True, array_like=True):
     line: Line | None = None
     """The line that decides which checkpoints in memory, or in a bucket, are valid; None: none is."""
     remote: tuple[Complete, ...] = ()
-    """The checkpoints in the bucket that are valid beside the disks, with ways through both; the disks' domains come
-    first, then the bucket, which all ranks see. All other lists are about the disks alone."""
+    """The checkpoints in the bucket that are valid beside the disks, with ways through all tiers; the domains of the
+    other tiers come first, then the bucket, which all ranks see. All other lists are about the other tiers alone."""
+
+    @property
+    def restorable(self) -> list[Complete]:
+        """The checkpoints that were complete at the opening, in any tier, newest first."""
+        there = {one.key: one for one in (*self.complete, *self.remote)}
+        return [there[key] for key in sorted(there, reverse=True)]
 
 
 class FoundBucket(msgspec.Struct, frozen=True, array_like=True):
@@ -165,8 +182,12 @@ def _ways(found: Iterable[tuple[SeenStore, Part]], world: int) -> tuple[tuple[in
     domains: list[dict[int, None]] = [{} for _ in range(world)]
     for store, part in found:
         domains[part.rank].setdefault(store.domain)
-    lists = [sorted(each) for each in domains]  # memory first
-    most = max(map(len, lists))
+    return _combined([sorted(each) for each in domains])  # memory first
+
+
+def _combined(lists: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """Return the ways to read parts from domains, given for each part; none if a part is in no domain."""
+    most = max(map(len, lists)) if all(lists) else 0
     return tuple(tuple(each[min(number, len(each) - 1)] for each in lists) for number in range(most))
 
 
@@ -176,19 +197,26 @@ def view_of_both(
     in_memory: Sequence[SeenStore],
     homes_in_memory: Sequence[int],
     hosts: Sequence[str],
+    bucket: BucketState | None = None,
 ) -> View:
     """Return the agreement over both tiers: a checkpoint is complete if each part is in one of them.
 
-    A part in memory is valid if the disks' line accepts it. Domains are numbered first in memory, then on disks, so
-    that ``places`` prefers memory, and ``spare`` the disk. Nothing is unproven: incomplete checkpoints are newer than
-    the one that this run goes on from, so that the run's line will not accept them.
+    A part in memory is valid if the disks' line accepts it; and if another run has gone on from what is on the disks,
+    and copied to the ``bucket``, only if the line of its copy does, too. Domains are numbered first in memory, then on
+    disks, so that ``places`` prefers memory. Nothing is unproven: incomplete checkpoints are
+    newer than the one that this run goes on from, so that the run's line will not accept them.
     """
     shift = len({*homes_in_memory})
     disks = reachable(on_disk, homes)
     shifted = [replace(store, domain=store.domain + shift) for store in disks]
-    stores = [*shifted, *on_the_line(in_memory, line_in(disks))]
-    view = view_of(stores, [*homes_in_memory, *(home + shift for home in homes)], hosts)
-    return replace(view, unproven=(), base=max(view.base, base_counter(in_memory, ())))
+    line = line_in(disks)
+    there = on_the_line(in_memory, line)
+    if bucket is not None and (beyond := bucket.beyond(line)) is not None:
+        there = on_the_line(there, beyond)
+    stores, places = [*shifted, *there], [*homes_in_memory, *(home + shift for home in homes)]
+    view = view_of(stores, places, hosts)
+    view = replace(view, unproven=(), base=max(view.base, base_counter(in_memory, ())))
+    return view if bucket is None else _with_bucket(view, bucket, stores, places, hosts)
 
 
 def view_beside_bucket(
@@ -207,6 +235,17 @@ def view_beside_bucket(
     if trouble and not found.overwrite:
         return replace(alone, error=alone.error or trouble), found.state
     state = found.state.beside(alone.line, None if newest is None else newest.counter, of_group=True)
+    numbers = [copy.key.run.number for copy in found.state.copies if copy.key is not None]
+    if numbers and found.state.line is not None:
+        numbers.append(number_of(found.state.line))
+    number = max(alone.number, *(number + 1 for number in numbers)) if numbers else alone.number
+    return _with_bucket(replace(alone, number=number), state, disks, homes, hosts), state
+
+
+def _with_bucket(
+    view: View, state: BucketState, stores: Sequence[SeenStore], homes: Sequence[int], hosts: Sequence[str]
+) -> View:
+    """Return the view over ``stores`` with the valid checkpoints in a bucket: each part may be here or there."""
     domain, worlds = len({*homes}), [copy.world for copy in state.valid]
     parts = [(copy.key, copy) for copy in state.valid if copy.key is not None]
     in_bucket = [
@@ -219,19 +258,30 @@ def view_beside_bucket(
         )
         for rank in range(max(worlds, default=0))
     ]
-    both = view_of([*disks, *in_bucket], [*homes, domain], hosts)
-    keys = {key for key, _ in parts}
-    numbers = [copy.key.run.number for copy in found.state.copies if copy.key is not None]
-    if numbers and found.state.line is not None:
-        numbers.append(number_of(found.state.line))
-    view = replace(
-        alone,
+    both, keys = view_of([*stores, *in_bucket], [*homes, domain], hosts), {key for key, _ in parts}
+    return replace(
+        view,
         remote=tuple(one for one in both.complete if one.key in keys),
-        base=max(alone.base, state.newest),
-        number=max(alone.number, *(number + 1 for number in numbers)) if numbers else alone.number,
-        error=alone.error or both.error,
+        base=max(view.base, state.newest),
+        error=view.error or both.error,
     )
-    return view, state
+
+
+def line_of_run(view: View, bucket: BucketState | None, run: bytes, base: int, came_from: Key | None) -> Line:
+    """Return the line that all ranks of a run write to their disks.
+
+    Args:
+        view: The agreement over the disks.
+        bucket: The bucket as it was found at the opening: its lines go on where the disks' line ends. None: none.
+        run: The id of the run.
+        base: The largest counter in any tier.
+        came_from: The checkpoint that the run goes on from; None: none.
+    """
+    before, link = view.line, None if came_from is None else link_to(came_from)
+    if link is not None and bucket is not None and not (before is not None and before.accepts(*link)):
+        lines = {copy.key: copy.line for copy in bucket.valid}
+        before = lines.get(came_from) or before
+    return Line.begin(before, run, base, link)
 
 
 def reachable(stores: Sequence[SeenStore], homes: Sequence[int]) -> list[SeenStore]:

@@ -255,7 +255,9 @@ def test_each_part_may_be_in_either_tier() -> None:
     disk = [written(0, line), written(1, line, part(RUN, 5, 1))]
     memory = [store(0, 0, part(RUN, 5, 0), name="m0"), store(1, 1, name="m1")]
     (found,) = view_of_both(disk, [0, 0], memory, [0, 1], ["a", "b"]).complete
-    assert found.places == found.spare == (0, 2)  # the disk comes after the memory of two hosts
+    assert found.ways == ((0, 2),)  # the disk comes after the memory of two hosts
+    assert found.ways_through({0, 1}) == found.ways_through({2}) == ()
     memory[1] = store(1, 1, part(RUN, 5, 1), name="m1")
     (found,) = view_of_both(disk, [0, 0], memory, [0, 1], ["a", "b"]).complete
-    assert (found.places, found.spare) == ((0, 1), (0, 2))
+    assert found.ways == ((0, 1), (0, 2))
+    assert found.ways_through({0, 2}) == ((0, 2),)
