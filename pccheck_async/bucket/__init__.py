@@ -9,6 +9,7 @@ the first bucket is opened.
 from pccheck_async.bucket.compression import Compressing, Compression, check_compression
 from pccheck_async.bucket.copies import BucketState, Copied, Phase, copies_of
 from pccheck_async.bucket.medium import BucketMedium, Stored
+from pccheck_async.bucket.names import DATA
 from pccheck_async.bucket.objects import Objects, RefusedError
 from pccheck_async.bucket.obstore_objects import Location, is_location, open_objects, shown
 from pccheck_async.bucket.owner import Owner
@@ -16,7 +17,7 @@ from pccheck_async.bucket.record import CommitRecord, Kept, PartName
 from pccheck_async.bucket.upload import Draft, Upload, send_part
 
 __all__ = [
-    "BucketMedium", "BucketState", "CommitRecord", "Compressing", "Compression", "Copied", "Draft", "Kept", "Location",
-    "Objects", "Owner", "PartName", "Phase", "RefusedError", "Stored", "Upload", "check_compression", "copies_of",
-    "is_location", "open_objects", "send_part", "shown",
+    "DATA", "BucketMedium", "BucketState", "CommitRecord", "Compressing", "Compression", "Copied", "Draft", "Kept",
+    "Location", "Objects", "Owner", "PartName", "Phase", "RefusedError", "Stored", "Upload", "check_compression",
+    "copies_of", "is_location", "open_objects", "send_part", "shown",
 ]  # fmt: skip

@@ -97,7 +97,18 @@ class BucketState(msgspec.Struct, frozen=True, array_like=True):
         it is. None: the disk's line accepts it, or there is none.
         """
         newest = next(iter(self.valid), None)
-        return None if newest is None or _accepts(line, newest) else newest.line
+        return None if newest is None or _accepts(line, newest) or self._was_last(line) else newest.line
+
+    def _was_last(self, line: Line | None) -> bool:
+        """Whether the run with this line had the bucket last, so that no other run has gone on from what is there.
+
+        It had if it made the newest record, or its line is in that; or if the line there is that of a run that it
+        descends from: the bucket was not told of this run then, as that is done in the background.
+        """
+        if line is None:
+            return False
+        there = None if self.line is None else self.line.run
+        return line.run in (self.owner, there) or any(link.run == there for link in line.chain)
 
     def beside(self, line: Line | None, newest: int | None, *, of_group: bool) -> BucketState:
         """Return this state with :attr:`foreign` set: all are, if the newest one is of another branch.
@@ -114,12 +125,12 @@ class BucketState(msgspec.Struct, frozen=True, array_like=True):
     def _accepted(self, line: Line | None, newest: int | None) -> list[Copied] | None:
         """Return the checkpoints that the disk's line accepts, or that descend from it; None: the newest one does not.
 
-        If the disk's own run had the bucket last, or its line is there, no other has gone on from there, and the disk's
-        line alone decides. With an empty disk the bucket's line does, or, if it accepts none, the newest one is valid.
+        If the disk's own run had the bucket last (:meth:`_was_last`), the disk's line alone decides. With an empty disk
+        the bucket's line does, or, if it accepts none, the newest one is valid.
         """
         if not self.copies:
             return []
-        if line is not None and line.run in (self.owner, None if self.line is None else self.line.run):
+        if self._was_last(line):
             own = [copy for copy in self.copies if _accepts(line, copy)]
             if own or newest is not None:
                 return own

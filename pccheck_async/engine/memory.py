@@ -14,7 +14,7 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -428,12 +428,11 @@ class Memory:
             staged.release()
             raise
 
-    async def follow_disk(self) -> None:
-        """Drop the checkpoints that the disk no longer has, or has rejected. Called when some were removed there."""
-        there = {entry.counter for entry in self._disk.committed.entries if not entry.rejected}
+    async def drop(self, counters: Collection[int]) -> None:
+        """Drop checkpoints that were removed or rejected on disk."""
         self.store.committed.rejected |= self._disk.committed.rejected
         async with self.turn:
-            await self.store.amend(lambda entries: [entry for entry in entries if entry.counter in there])
+            await self.store.amend(lambda entries: [entry for entry in entries if entry.counter not in counters])
 
     @property
     def newer(self) -> Entry | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
@@ -22,7 +22,7 @@ from pccheck_async.engine.drain_owner import UploadedParts
 from pccheck_async.engine.memory import Memory, memory_folder
 from pccheck_async.engine.policy import Policy, StepReport
 from pccheck_async.engine.run_line import RunLine
-from pccheck_async.errors import CheckpointError, DamagedError
+from pccheck_async.errors import CheckpointError, DamagedError, NoCheckpointError
 from pccheck_async.format import Entry, Metadata, Reach, Which
 from pccheck_async.format.record import FORMAT_VERSION
 from pccheck_async.state import Owners, ReplicaSample
@@ -39,6 +39,7 @@ from pccheck_async.store import (
     only_rejected,
 )
 from pccheck_async.telemetry import write
+from pccheck_async.transfer import uninterrupted
 from pccheck_async.transfer.operations import Operations
 
 __all__ = ["Alone", "Connected", "Peers", "Private", "RestoreCandidate", "RestoreCandidates", "StepEnd"]
@@ -512,20 +513,57 @@ class Alone(Peers):
     async def reject(
         self, which: int | str, in_flight: Mapping[int, tuple[int, str | None]], until: int
     ) -> list[Entry]:
-        rejected = await self._store.reject(which, in_flight, until)
-        if self._drain is not None:
-            self._drain.note_dropped(entry.counter for entry in rejected)
-        if self._memory is not None:
-            await self._memory.follow_disk()
-        return rejected
+        """Reject checkpoints on disk as :meth:`Store.reject`, and those that are in another tier alone.
+
+        Cancellation: raised when all tiers know.
+        """
+        beside, before = self._beside_disk(), {*self._store.committed.rejected}
+        others = {entry.counter: (entry.step, entry.name) for entry in beside}
+
+        async def reject() -> list[Entry]:
+            rejected = await self._store.reject(which, others | {**in_flight}, until)
+            chosen = {entry.counter for entry in rejected} | (self._store.committed.rejected - before)
+            await self._drop_beside_disk(chosen)
+            return _newest_first([*(entry.as_rejected() for entry in beside if entry.counter in chosen), *rejected])
+
+        return await uninterrupted(reject())
 
     async def remove(self, which: int | str, *, force: bool) -> list[Entry]:
-        removed = await self._store.remove(which, force=force)
+        """Remove checkpoints from the disk as :meth:`Store.remove`, and those that are in the bucket alone.
+
+        Cancellation: raised when all tiers know.
+        """
+        in_bucket = [] if self._drain is None else self._alone(self._drain.entries)
+        matching = [entry for entry in in_bucket if entry.matches(which)]
+
+        async def remove() -> list[Entry]:
+            try:
+                removed = await self._store.remove(which, force=force)
+            except NoCheckpointError:
+                if not matching:
+                    raise
+                removed = []
+            await self._drop_beside_disk({entry.counter for entry in (*removed, *matching)})
+            return _newest_first([*removed, *matching])
+
+        return await uninterrupted(remove())
+
+    def _alone(self, entries: Iterable[Entry]) -> list[Entry]:
+        """Return those of the checkpoints that are not on disk, and not rejected."""
+        on_disk = {entry.counter for entry in self._store.committed.entries}
+        return [entry for entry in entries if entry.counter not in on_disk and not entry.rejected]
+
+    def _beside_disk(self) -> list[Entry]:
+        """Return the checkpoints that are in memory or in the bucket, and not on disk, newest first."""
+        there = {entry.counter: entry for entry in self._alone(() if self._drain is None else self._drain.entries)}
+        there |= {entry.counter: entry for entry in self._alone(() if self._memory is None else self._memory.entries)}
+        return [there[counter] for counter in sorted(there, reverse=True)]
+
+    async def _drop_beside_disk(self, counters: Collection[int]) -> None:
         if self._drain is not None:
-            self._drain.note_dropped(entry.counter for entry in removed)
+            self._drain.note_dropped(counters)
         if self._memory is not None:
-            await self._memory.follow_disk()
-        return removed
+            await self._memory.drop(counters)
 
     def due(self, policy: Policy, report: StepReport, *, preempted: bool) -> StepEnd:
         return StepEnd(policy.due(report))
@@ -535,6 +573,10 @@ class Alone(Peers):
 
     def stopping(self, *, preempted: bool) -> bool:
         return preempted
+
+
+def _newest_first(entries: Iterable[Entry]) -> list[Entry]:
+    return sorted(entries, key=lambda entry: entry.counter, reverse=True)
 
 
 class _OwnCandidates(RestoreCandidates):

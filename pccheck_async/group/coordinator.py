@@ -619,6 +619,7 @@ class Coordinator:
             said = ", ".join(sorted(map(str, wanted)))
             return [Change(message.index, (), (), f"ranks asked for different changes: {said}")]
         chosen: set[int] = set()
+        beside = self._beside_disk()
         try:
             self._check_memory(message.wanted)
             if message.wanted.change == "reject":
@@ -628,10 +629,12 @@ class Coordinator:
             refused: Refusal = "missing" if isinstance(error, NoCheckpointError) else "refused"
             return [Change(message.index, (), (), str(error), refused)]
         self._dropped |= chosen | (self.committed.keys() - {entry.counter for entry in changed})
+        if message.wanted.change.startswith("remove"):
+            self._dropped |= {one.counter for _, one in beside.values() if one.matches(message.wanted.which)}
         self.committed = {entry.counter: (self.committed[entry.counter][0], entry) for entry in changed}
         keys = [Key(entry.counter, self.committed[entry.counter][0]) for entry in changed if entry.counter in chosen]
         keys += [key for key in self.unproven if key.counter in chosen]
-        keys += [Key(counter, run) for counter, (run, _) in self._in_memory_alone().items() if counter in chosen]
+        keys += [Key(counter, run) for counter, (run, _) in beside.items() if counter in chosen]
         superseded = tuple(sorted(chosen & self._ballots.keys()))
         self._settle(*superseded)
         follow = [] if self.memory is None else _in_memory(self.memory._follow(message, chosen))
@@ -651,6 +654,16 @@ class Coordinator:
         if self.memory is None:
             return {}
         return {counter: one for counter, one in self.memory.committed.items() if counter not in self.committed}
+
+    def _beside_disk(self) -> dict[int, tuple[Run, Entry]]:
+        """Return the checkpoints in memory or in the bucket that the disk does not have, by counter."""
+        copies = () if self.bucket is None else self.bucket.valid
+        there = {
+            copy.entry.counter: (copy.key.run, copy.entry)
+            for copy in copies
+            if copy.key is not None and copy.entry.counter not in self.committed.keys() | self._dropped
+        }
+        return there | self._in_memory_alone()
 
     def _follow(self, request: ChangeRequest, rejected: Collection[int]) -> list[AnyDecision]:
         """Return the decision by which memory follows a change on disk: drop what is removed or rejected there."""
@@ -676,7 +689,7 @@ class Coordinator:
             counter: (ballot.step, name_in(ballot.metadata or {})) for counter, ballot in self._ballots.items()
         }
         in_flight |= {one.key.counter: (one.step, None) for one in view.incomplete if one.key in self.unproven}
-        alone = [entry for _, entry in self._in_memory_alone().values() if not entry.rejected]
+        alone = [entry for _, entry in self._beside_disk().values() if not entry.rejected]
         in_flight |= {entry.counter: (entry.step, entry.name) for entry in alone}
         entries = [entry for _, entry in self._newest_first()]
         chosen = self.retention.reject(entries, wanted.which, in_flight, wanted.until)
@@ -707,6 +720,8 @@ class Coordinator:
                     f"the checkpoint{describe_which(wanted.which)} is in memory alone: pins are the disk's"
                 )
             return self.retention.pin(entries, wanted.which, wanted.change == "pin")
+        if first is None and any(one.matches(wanted.which) for _, one in self._beside_disk().values()):
+            return entries  # in the bucket alone
         force = wanted.change == "remove even the last"
         if first is None or any(entry.matches(wanted.which) for entry in entries):
             return self.retention.remove(entries, wanted.which, force=force)

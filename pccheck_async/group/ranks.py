@@ -474,12 +474,17 @@ class Ranks(Peers):
         return [there[counter] for counter in sorted(there, reverse=True)]
 
     async def remove(self, which: int | str, *, force: bool) -> list[Entry]:
-        before = self._in_any_tier
-        await self._change(partial(self.member.remove, which, force=force))
+        before, in_bucket = self._in_any_tier, [] if self._drain is None else self._drain.draining.entries
         removed = [entry for entry in before if entry.matches(which)]
-        if self._drain is not None:
-            self._drain.draining.note_dropped(entry.counter for entry in removed)
-        await self._store.slots.remove_surplus()
+
+        async def remove() -> None:
+            await self._change(partial(self.member.remove, which, force=force))
+            if self._drain is not None:
+                gone = [*removed, *(entry for entry in in_bucket if entry.matches(which))]
+                self._drain.draining.note_dropped(entry.counter for entry in gone)
+            await self._store.slots.remove_surplus()
+
+        await uninterrupted(remove())
         return removed
 
     async def reject(

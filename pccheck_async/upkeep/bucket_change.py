@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from pccheck_async.bucket import BucketMedium, Location, Owner, open_objects
+from pccheck_async.bucket import DATA, BucketMedium, Location, Objects, Owner, open_objects
 from pccheck_async.errors import StoreError
 from pccheck_async.format import CheckpointInfo, Key
 from pccheck_async.group import Place, open_place
@@ -42,11 +42,15 @@ async def remove_from_bucket(
         await place.look()  # only now, when nothing can change any more
         doomed = choose(place)
         _check_left(place, doomed, force)
-        counters, before = {key.counter for key in doomed}, await medium.stored()
+        counters, before = {key.counter for key in doomed}, await _nbytes_in(owner.objects)
         owner.line = owner.line_there
         await owner.amend({kept.number for kept, each in owner.records.items() if each.entry.counter in counters})
         await owner.collect()
-        return [*doomed.values()], max(0, before.nbytes - (await medium.stored()).nbytes)
+        return [*doomed.values()], max(0, before - await _nbytes_in(owner.objects))
+
+
+async def _nbytes_in(objects: Objects) -> int:
+    return sum(nbytes for _, nbytes in await objects.list(DATA))
 
 
 def _check_left(place: Place, doomed: dict[Key, CheckpointInfo], force: bool) -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from pccheck_async import (
+    CheckpointEngine,
     CheckpointError,
     Drain,
     MemoryTier,
@@ -27,7 +28,9 @@ from pccheck_async.bucket import BucketMedium, Owner
 from pccheck_async.engine.drain import Draining
 from pccheck_async.engine.drain_owner import DrainOwner
 from pccheck_async.engine.memory import Memory
+from pccheck_async.format import Entry
 from pccheck_async.format.record import slot_name
+from pccheck_async.store import Store
 from tests.support.children import in_child
 from tests.support.lying_objects import FolderOfObjects, LyingObjects, use_in_drains
 
@@ -306,6 +309,42 @@ def test_many_lives_without_a_copy_do_not_shut_the_bucket(tmp_path: Path, url: s
     assert in_child(lambda: restored_by(engine_on(run, None, url).open(), None)) == [13, "remote"]
 
 
+def test_a_run_that_began_anew_on_an_empty_folder_goes_on_from_its_own_memory(
+    tmp_path: Path, tier: MemoryTier, url: str
+) -> None:
+    run = tmp_path / "run"
+    train(run, tier, url, (1, "remote"))
+    lose_the_host(run, tier)
+
+    def anew() -> None:
+        engine = engine_on(run, tier, url).open()
+        save(engine, 4, "memory")
+        _until(lambda: not engine._core.assembly.drain.owner.begins)  # type: ignore[union-attr]
+
+    in_child(anew)
+    assert train(run, tier, url)[:2] == (4, "memory")
+
+
+def test_a_run_that_the_bucket_was_not_told_of_survives_a_second_death(
+    tmp_path: Path, tier: MemoryTier, url: str
+) -> None:
+    """The opening in between made a record there, and that names another run."""
+    run = tmp_path / "run"
+
+    def untold() -> None:
+        DrainOwner._write_line = _never  # type: ignore[method-assign, assignment]
+        engine = engine_on(run, tier, url, keep_last=3).open()
+        assert restored_by(engine, 1)[0] == 1
+        save(engine, 4, "memory")
+
+    train(run, tier, url, (1, "remote"), (2, "remote"), (3, "remote"))
+    in_child(untold)
+    for _ in range(3):
+        assert train(run, tier, url)[:2] == (4, "memory")
+    assert train(run, tier, url, (5, "remote"))[:2] == (4, "memory")
+    assert in_bucket(tmp_path)[0] == 5
+
+
 def test_a_cancelled_beginning_is_done_again(tmp_path: Path, tier: MemoryTier, url: str) -> None:
     run = tmp_path / "run"
 
@@ -350,10 +389,10 @@ def test_a_checkpoint_that_a_pin_saves_on_disk_is_copied(tmp_path: Path, tier: M
 @pytest.mark.parametrize("verb", ["remove", "reject"])
 def test_the_bucket_drops_what_memory_fails_to_drop(tmp_path: Path, tier: MemoryTier, url: str, verb: str) -> None:
     def work() -> None:
-        async def fails(_: Memory) -> None:
+        async def fails(_: Memory, counters: object) -> None:
             raise OSError(5, "memory failed")
 
-        Memory.follow_disk = fails  # type: ignore[method-assign, assignment]
+        Memory.drop = fails  # type: ignore[method-assign, assignment]
         engine = engine_on(tmp_path / "run", tier, url, keep_last=3).open()
         for step in (1, 2):
             save(engine, step, "remote")
@@ -395,6 +434,77 @@ def test_what_was_removed_is_not_restored_from_a_bucket_that_has_it_yet(
             assert restored_by(engine, None)[0] == 1
             engine.close(1)
     assert in_bucket(tmp_path)[0] == 2
+
+
+@pytest.mark.parametrize("verb", ["remove", "reject"])
+@pytest.mark.parametrize("memory", [True, False])
+def test_what_is_in_the_bucket_alone_is_removed_and_rejected_too(
+    tmp_path: Path, tier: MemoryTier, url: str, memory: bool, verb: str
+) -> None:
+    run, beside = tmp_path / "run", tier if memory else None
+    with engine_on(run, beside, url) as engine:
+        save(engine, 1, "remote")
+        engine.pin(step=1)
+        for step in (2, 3):
+            save(engine, step, "remote")
+        assert [info.step for info in list_checkpoints(run)] == [3, 1]
+        gone = [3, 2] if verb == "reject" else [2]
+        assert sorted((info.step for info in getattr(engine, verb)(step=2)), reverse=True) == gone
+        assert restored_by(engine, None)[0] == (1 if verb == "reject" else 3)
+        with pytest.raises(NoCheckpointError):
+            getattr(engine, verb)(step=2)
+        assert restored_by(engine, 2) == (-1, "none")
+    assert in_bucket(tmp_path) == ([1] if verb == "reject" else [3, 1])
+
+
+@pytest.mark.parametrize("drained", [True, False])
+@pytest.mark.parametrize("verb", ["remove", "pin"])
+def test_a_change_before_a_restore_leaves_what_is_in_memory_alone(
+    tmp_path: Path, tier: MemoryTier, url: str, verb: str, drained: bool
+) -> None:
+    run, place = tmp_path / "run", url if drained else None
+
+    def first() -> None:
+        engine = engine_on(run, tier, place, keep_last=3).open()
+        for step, where in ((1, "disk"), (2, "disk"), (3, "memory")):
+            save(engine, step, where)
+
+    def change() -> tuple[int, str]:
+        engine = engine_on(run, tier, place, keep_last=3).open()
+        getattr(engine, verb)(step=1)
+        return restored_by(engine, None)
+
+    in_child(first)
+    assert in_child(change) == [3, "memory"]
+    assert in_child(change if verb == "pin" else lambda: restored_by(engine_on(run, tier, place).open(), None))[0] == 3
+
+
+def test_a_cancelled_removal_reaches_the_bucket(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    remove, removed = Store.remove, asyncio.Event()
+
+    async def slow(self: Store, which: int | str, *, force: bool) -> list[Entry]:
+        found = await remove(self, which, force=force)
+        removed.set()
+        await asyncio.sleep(0.2)
+        return found
+
+    async def work() -> int:
+        async with CheckpointEngine(tmp_path / "run", drain=Drain(url, keep_last=3), keep_last=3) as engine:
+            for step in (1, 2):
+                await (await engine.checkpoint(state_of(step), step=step)).reached("remote")
+            monkeypatch.setattr(Store, "remove", slow)
+            task = asyncio.create_task(engine.remove(step=2))
+            while not removed.is_set():  # noqa: ASYNC110 - set on the engine's loop
+                await asyncio.sleep(0.01)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            restored = await engine.restore(state_of(-1))
+            assert restored is not None
+            return restored.step
+
+    assert asyncio.run(work()) == 1
+    assert in_bucket(tmp_path) == [1]
 
 
 def test_a_checkpoint_for_memory_alone_does_not_reach_the_bucket(tmp_path: Path, tier: MemoryTier, url: str) -> None:

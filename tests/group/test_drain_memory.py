@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,9 @@ import torch
 
 from pccheck_async import Drain, Group, MemoryTier, SyncCheckpointEngine
 from pccheck_async.bucket import BucketMedium, Owner
+from pccheck_async.engine.drain_owner import DrainOwner
+from pccheck_async.errors import StoreError
+from pccheck_async.testing.probe import probe
 from tests.support.lying_objects import FolderOfObjects, LyingObjects, use_in_drains
 from tests.support.ranks import RankFailedError, run_ranks, wait_for
 
@@ -77,7 +81,7 @@ class Hosts:
         *saves: tuple[int, Where],
         step: int | None = None,
         closes: bool = False,
-        then: Callable[[SyncCheckpointEngine], object] = lambda engine: None,
+        then: Callable[[SyncCheckpointEngine, int], object] = lambda engine, rank: None,
     ) -> list[tuple[int, str]]:
         """Restore, save steps in a tier each, and die, or close, with one rank on each of these hosts.
 
@@ -90,23 +94,26 @@ class Hosts:
                 rank, host = group.rank, places[group.rank]
                 drain = Drain(self.url, keep_last=3)
                 self.disk(host).parent.mkdir(parents=True, exist_ok=True)
+                memory = self.tier(host) if self.settings.get("memory", True) else None
                 engine = SyncCheckpointEngine(
-                    self.disk(host), group=group, memory=self.tier(host), drain=drain, save_last=False,
+                    self.disk(host), group=group, memory=memory, drain=drain, save_last=False,
                     keep_last=self.settings.get("keep_last", 1),
                 )  # fmt: skip
                 engine.open()
                 found = -1, "none"
                 state = state_of(rank, -1)
-                if (restored := engine.restore(state, step=step, private="modulo")) is not None:
+                restores = self.settings.get("restores", True)
+                if restores and (restored := engine.restore(state, step=step, private="modulo")) is not None:
                     assert torch.equal(state["tensor"], state_of(state["rank"], restored.step)["tensor"])
                     assert state["step"] == restored.step
                     found = restored.step, restored.source
                 for number, where in saves:
                     tier: Literal["memory", "disk"] = "memory" if where in ("memory", "replicas") else "disk"
                     pending = engine.checkpoint(state_of(rank, number), step=number, tier=tier)
-                    pending.wait_reached("memory", 20)
+                    if memory is not None:
+                        pending.wait_reached("memory", 20)
                     pending.wait_reached(where, 20)
-                then(engine)
+                then(engine, rank)
                 if closes:
                     engine.close(30)
                 (marks / str(rank)).touch()
@@ -115,6 +122,10 @@ class Hosts:
 
             found: list[tuple[int, str]] = run_ranks(world, work)
         return found
+
+
+async def _never(*_: object) -> None:
+    await asyncio.sleep(1000)
 
 
 @pytest.fixture
@@ -191,7 +202,7 @@ def test_memory_counts_where_others_have_copied_nothing_yet(hosts: Hosts) -> Non
 def test_what_is_removed_or_rejected_is_so_in_all_tiers(hosts: Hosts, tmp_path: Path, verb: str) -> None:
     hosts.settings["keep_last"] = 2
 
-    def drop(engine: SyncCheckpointEngine) -> None:
+    def drop(engine: SyncCheckpointEngine, _: int) -> None:
         getattr(engine, verb)(step=2)
 
     hosts.live([0, 1], (1, "remote"), (2, "remote"), then=drop, closes=True)
@@ -221,19 +232,65 @@ def test_the_line_goes_on_where_that_of_the_bucket_ends(hosts: Hosts) -> None:
 
 
 def test_what_was_removed_does_not_come_from_the_bucket_either(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def never(*_: object) -> None:
-        await asyncio.sleep(1000)
+    monkeypatch.setattr(Owner, "amend", _never)  # the bucket has it for long
 
-    monkeypatch.setattr(Owner, "amend", never)  # the bucket has it for long
-
-    def remove(engine: SyncCheckpointEngine) -> None:
+    def remove(engine: SyncCheckpointEngine, rank: int) -> None:
         engine.remove(step=2)
-        restored = engine.restore(state_of(0, -1) | {"rank": 0})
+        restored = engine.restore(state_of(rank, -1))
         assert restored is not None
         assert restored.step == 1
 
     hosts.settings["keep_last"] = 2
     hosts.live([0, 1], (1, "remote"), (2, "remote"), then=remove)
+
+
+@pytest.mark.parametrize(("memory", "lost"), [(True, True), (True, False), (False, False)])
+def test_a_bucket_that_was_not_told_of_the_line_is_no_other_branch(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch, memory: bool, lost: bool
+) -> None:
+    hosts.settings |= {"keep_last": 3, "memory": memory}
+    hosts.live([0, 1], (1, "remote"), (2, "remote"), (3, "remote"))
+    for host in (0, 1) if lost else ():
+        hosts.lose(host)
+    with monkeypatch.context() as patch:
+        patch.setattr(DrainOwner, "_write_line", _never)
+        where: Where = "memory" if memory else "disk"
+        assert {step for step, _ in hosts.live([0, 1], (4, where), step=1)} == {1}
+    for _ in range(2):
+        assert hosts.live([0, 1]) == [(4, where)] * 2
+
+
+def test_ranks_that_began_anew_go_on_from_their_own_memory(hosts: Hosts) -> None:
+    hosts.live([0, 1], (1, "remote"))
+    hosts.lose(0)
+    hosts.lose(1)
+
+    def told(engine: SyncCheckpointEngine, _: int) -> None:
+        drain = probe(engine).core.assembly.drain
+        assert drain is not None
+        while drain.owner is not None and drain.owner.begins:
+            time.sleep(0.01)
+
+    hosts.settings["restores"] = False
+    hosts.live([0, 1], (4, "memory"), then=told)
+    hosts.settings["restores"] = True
+    assert hosts.live([0, 1]) == [(4, "memory")] * 2
+
+
+@pytest.mark.parametrize("verb", ["remove", "reject"])
+def test_what_is_in_the_bucket_alone_is_removed_and_rejected_too(hosts: Hosts, tmp_path: Path, verb: str) -> None:
+    def change(engine: SyncCheckpointEngine, rank: int) -> None:
+        engine.pin(step=1)
+        for step in (2, 3):
+            engine.checkpoint(state_of(rank, step), step=step).wait_reached("remote", 20)
+        getattr(engine, verb)(step=2)
+        for step in (2, 3) if verb == "reject" else (2,):
+            with pytest.raises(StoreError):
+                engine.restore(state_of(rank, -1), step=step)
+
+    hosts.live([0, 1], (1, "remote"), then=change, closes=True)
+    assert in_bucket(tmp_path) == ([1] if verb == "reject" else [3, 1])
+    assert {step for step, _ in hosts.live([0, 1])} == {1 if verb == "reject" else 3}
 
 
 def test_copies_on_other_hosts_come_before_the_bucket(hosts: Hosts) -> None:
