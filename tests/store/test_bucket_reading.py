@@ -145,7 +145,7 @@ def test_commands_take_urls(places: tuple[Path, str], tmp_path: Path) -> None:
     assert [each["step"] for each in json.loads(ran.output)] == [3, 2]
     ran = CliRunner().invoke(app, ["ls", f"file://{tmp_path}/nothing"])
     assert ran.exit_code == 3
-    ran = CliRunner().invoke(app, ["remove", url, "--step", "3"])
+    ran = CliRunner().invoke(app, ["reject", url, "--step", "3"])
     assert ran.exit_code == 2
 
 

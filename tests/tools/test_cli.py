@@ -181,7 +181,7 @@ def test_ls_of_a_damaged_store(tmp_path: Path) -> None:
         ["watch", "x", "--interval=inf"],
         ["ls", ""],
         ["copy", "x", ""],
-        ["remove", "s3://bucket/x", "--step=1"],
+        ["reject", "s3://bucket/x", "--step=1"],
         ["watch", "s3://bucket/x"],
         ["import", "x.pt", "", "--from=torch"],
         ["export", "x", "", "--to=torch"],
