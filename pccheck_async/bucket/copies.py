@@ -102,13 +102,15 @@ class BucketState(msgspec.Struct, frozen=True, array_like=True):
     def _was_last(self, line: Line | None) -> bool:
         """Whether the run with this line had the bucket last, so that no other run has gone on from what is there.
 
-        It had if it made the newest record, or its line is in that; or if the line there is that of a run that it
-        descends from: the bucket was not told of this run then, as that is done in the background.
+        It had if it made the newest record, or its line is in that. Or if the line there is that of a run that it
+        descends from, and nothing was copied since it began: the bucket was not told of it then, as that is done in the
+        background.
         """
         if line is None:
             return False
         there = None if self.line is None else self.line.run
-        return line.run in (self.owner, there) or any(link.run == there for link in line.chain)
+        untold = any(link.run == there for link in line.chain) and self.newest <= line.base
+        return line.run in (self.owner, there) or untold
 
     def beside(self, line: Line | None, newest: int | None, *, of_group: bool) -> BucketState:
         """Return this state with :attr:`foreign` set: all are, if the newest one is of another branch.

@@ -345,6 +345,33 @@ def test_a_run_that_the_bucket_was_not_told_of_survives_a_second_death(
     assert in_bucket(tmp_path)[0] == 5
 
 
+def test_a_copy_of_the_folder_does_not_replace_what_its_run_has_copied_since(
+    tmp_path: Path, tier: MemoryTier, url: str
+) -> None:
+    """Its run goes on from step 1, as the bucket's does, and began without the bucket."""
+    run, copy = tmp_path / "run", tmp_path / "copy"
+    elsewhere = MemoryTier(interval=1, path=str(Path(tier.path) / "elsewhere"))
+    Path(elsewhere.path).mkdir()
+
+    def goes_on() -> None:
+        engine = engine_on(run, elsewhere, url).open()
+        save(engine, 1, "remote")
+        shutil.copytree(run, copy)
+        save(engine, 2, "remote")
+        save(engine, 3, "remote")
+
+    def beside() -> None:
+        engine = engine_on(copy, tier, None).open()
+        assert restored_by(engine, None)[0] == 1
+        save(engine, 9, "disk")
+
+    in_child(goes_on)
+    in_child(beside)
+    with pytest.raises(AssertionError, match="hold checkpoints of different runs"):
+        train(copy, tier, url, (10, "remote"))
+    assert in_bucket(tmp_path)[0] == 3
+
+
 def test_a_cancelled_beginning_is_done_again(tmp_path: Path, tier: MemoryTier, url: str) -> None:
     run = tmp_path / "run"
 
