@@ -145,7 +145,7 @@ def test_one_in_flight_is_waited_for_and_its_checkpoint_is_durable(
             await CheckpointEngine(tmp_path, storage=StorageOptions(lock_timeout=0.01)).open()
         assert not pending.done()
         second = asyncio.create_task(CheckpointEngine(tmp_path, storage=StorageOptions(lock_timeout=60)).open())
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.5)  # it waits for the first one by then
         assert not second.done()
         writer.release()
         async with asyncio.timeout(60):

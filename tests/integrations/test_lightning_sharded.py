@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support import ranks
 from tests.support.lazily import Lazily, need_framework
 from tests.support.ranks import meeting_place, run_ranks
 
@@ -24,7 +25,8 @@ pytestmark = [
 ]
 
 
-def test_it_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+def test_it_goes_on_with_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "PATIENCE", 90.0)  # two trainers in each of two ranks, on busy cores
     _, final = run_ranks(2, partial(kit.saved_and_resumed, tmp_path, meeting_place()))[0]
     for world in (1, 2):
         model = run_ranks(world, partial(kit.evaluated, tmp_path, meeting_place()))[0]
