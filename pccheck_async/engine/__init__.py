@@ -31,6 +31,7 @@ from pccheck_async.engine.memory import (
     memory_folder,
     memory_prefix,
     memory_root,
+    note_ignored,
     on_the_line,
 )
 from pccheck_async.engine.metrics import openmetrics, scalars
@@ -90,6 +91,7 @@ __all__ = [
     "memory_prefix",
     "memory_root",
     "note_closing_failure_on",
+    "note_ignored",
     "on_the_line",
     "openmetrics",
     "run",

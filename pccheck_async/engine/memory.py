@@ -41,6 +41,7 @@ __all__ = [
     "memory_folder",
     "memory_prefix",
     "memory_root",
+    "note_ignored",
     "on_the_line",
     "warn_of_memory",
 ]
@@ -99,6 +100,14 @@ def on_the_line(entries: Iterable[Entry], own: Line | None, disk: Line | None) -
         for entry in entries
         if (run := own.run_of(entry.counter)) is not None and disk.accepts(run, entry.counter)
     ]
+
+
+def note_ignored(steps: Sequence[int], folder: Path, beyond: Line | None) -> None:
+    """Log which steps in memory do not count. ``beyond``: as for :meth:`.BucketState.beyond`."""
+    text = "checkpoints of steps %s in %s do not count: the store on disk does not descend from their run"
+    if beyond is not None:
+        text += ", or another run has gone on from it, whose checkpoints are in the bucket"
+    write("memory_ignored", text, steps, folder)
 
 
 def memory_folder(root: Path, path: Path, store_id: str, name: str = IDENTITY_NAME) -> Path:
@@ -200,10 +209,7 @@ class Memory:
         store, self._beyond = self.store, beyond
         store.committed.line = store.committed.record.line
         if ignored := [entry.step for entry in store.committed.entries if entry not in self.entries]:
-            text = "checkpoints of steps %s in %s do not count: the store on disk does not descend from their run"
-            if beyond is not None:
-                text += ", or another run has gone on from it, whose checkpoints are in the bucket"
-            write("memory_ignored", text, ignored, self.folder)
+            note_ignored(ignored, self.folder, beyond)
 
     @classmethod
     async def open(

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from pccheck_async.engine import Memory
+from pccheck_async.engine import Memory, note_ignored
 from pccheck_async.errors import CheckpointError, GroupError
 from pccheck_async.format import Entry, Key
 from pccheck_async.group.actions import Action
@@ -31,7 +31,6 @@ from pccheck_async.medium.files import Files
 from pccheck_async.medium.open_medium import OpenMedium
 from pccheck_async.state import ReplicaSample
 from pccheck_async.store import Written
-from pccheck_async.telemetry import write
 from pccheck_async.transfer.operations import Operations
 
 __all__ = ["UNDECIDED", "GroupMemory"]
@@ -112,10 +111,7 @@ class GroupMemory:
         lines = [line] if beyond is None else [line, beyond]
         links = {part.entry.step: link_to(part.key) for part in parts}
         if ignored := [step for step, link in links.items() if not all(one and one.accepts(*link) for one in lines)]:
-            text = "checkpoints of steps %s in %s do not count: the stores on disk do not descend from their run"
-            if beyond is not None:
-                text += ", or another run has gone on from it, whose checkpoints are in the bucket"
-            write("memory_ignored", text, ignored, self._memory.folder)
+            note_ignored(ignored, self._memory.folder, beyond)
 
     @property
     def homes(self) -> Sequence[int]:
