@@ -280,6 +280,32 @@ def test_a_rejected_one_does_not_stay_in_memory_once_the_disk_drops_it(tmp_path:
     assert restored_by(tmp_path, memory)[0] == 1
 
 
+def test_one_that_is_rejected_in_flight_does_not_come_to_memory(
+    tmp_path: Path, tier: MemoryTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No record has the mark, so that after a kill nothing else would keep it from being restored."""
+    admitted, entered, go = Alone.admitted_in_memory, threading.Event(), threading.Event()
+
+    async def held(self: Alone, counter: int) -> bool:
+        entered.set()
+        await asyncio.to_thread(go.wait, 60)
+        return await admitted(self, counter)
+
+    def work() -> list[int]:
+        engine = engine_on(tmp_path, tier, keep_last=2).open()
+        engine.checkpoint(state_of(1), step=1).result(60)
+        monkeypatch.setattr(Alone, "admitted_in_memory", held)
+        engine.checkpoint(state_of(2), step=2, tier="memory")
+        assert entered.wait(60)
+        assert engine.reject(step=2) == []
+        go.set()
+        engine.drain()
+        return [info.step for info in engine.checkpoints()]
+
+    assert in_child(work) == [1]
+    assert restored_by(tmp_path, tier)[0] == 1
+
+
 def test_pinning_one_that_is_in_memory_alone_makes_it_durable(tmp_path: Path, tier: MemoryTier) -> None:
     with engine_on(tmp_path, tier) as engine:
         engine.checkpoint(state_of(1), step=1, tier="memory")

@@ -26,6 +26,7 @@ from typer.testing import CliRunner
 
 from pccheck_async import (
     CheckpointEngine,
+    Drain,
     FlatShard,
     Group,
     GroupError,
@@ -45,6 +46,7 @@ from pccheck_async.state import PlannedBoxes
 from pccheck_async.state.boxes import local_tensors
 from pccheck_async.upkeep import ShardBox, ShardedLeaf
 from tests.support.group_folders import spoil
+from tests.support.lying_objects import FolderOfObjects, LyingObjects, use_in_drains
 from tests.support.ranks import run_ranks
 from tests.support.state_strategies import difference
 
@@ -155,6 +157,58 @@ def test_fsdp_goes_on_with_the_same_bits(tmp_path: Path, make: Callable[[DeviceM
 @pytest.mark.slow
 def test_fsdp_over_tensor_parallelism_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     run_ranks(4, partial(resumed, tmp_path, fsdp_over_tp, (2, 2)))
+
+
+def drained(folder: Path, drain: Drain, group: Group) -> None:
+    """Train and save, each step until it is in the bucket, and end without closing."""
+    model = fsdp(mesh_of(folder, group))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    state = {"model": model, "optimizer": optimizer}
+    engine = SyncCheckpointEngine(folder / "run", group=group, drain=drain, save_last=False).open()
+    engine.restore(state)
+    for step in range(3):
+        train(model, optimizer, group.rank, range(step, step + 1))
+        engine.checkpoint(state, step=step).wait_reached("remote", 30)
+    saved = full_tensors(model, optimizer)
+    if group.rank == 0:
+        torch.save(saved, folder / "saved")
+    dist.barrier()
+
+
+def full_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    moments = [value for held in optimizer.state.values() for value in held.values()]
+    tensors = [*model.parameters(), *moments]
+    return [each.full_tensor() if isinstance(each, DTensor) else each for each in tensors]
+
+
+def elsewhere(folder: Path, saved: Path, drain: Drain | None, group: Group) -> list[str]:
+    """Restore, compare all that the others had saved, bit by bit, and train on; return the losses."""
+    model = fsdp(mesh_of(folder, group))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    train(model, optimizer, group.rank, range(9, 10))
+    with SyncCheckpointEngine(folder / "run", group=group, drain=drain, save_last=False) as engine:
+        found = engine.restore({"model": model, "optimizer": optimizer})
+        assert found is not None
+        assert (found.step, found.source) == (2, "disk" if drain is None else "remote")
+        expected = torch.load(saved)
+        assert all(map(torch.equal, full_tensors(model, optimizer), expected))
+        assert len(expected) > 20
+        return train(model, optimizer, group.rank, range(3, 6))
+
+
+@pytest.mark.slow
+def test_four_hosts_that_are_lost_go_on_as_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have nothing but the bucket, and compute what two ranks do that have the disks of the four."""
+    pytest.importorskip("xxhash")
+    use_in_drains(LyingObjects(FolderOfObjects(tmp_path / "bucket")), monkeypatch)
+    lost, new, beside = (tmp_path / name for name in ("lost", "new", "beside"))
+    for folder in (lost, new, beside):
+        folder.mkdir()
+    run_ranks(4, partial(drained, lost, drain := Drain("s3://bucket/run")))
+    shutil.copytree(lost / "run", beside / "run")
+    shutil.rmtree(lost / "run")
+    losses = run_ranks(2, partial(elsewhere, new, lost / "saved", drain))
+    assert losses == run_ranks(2, partial(elsewhere, beside, lost / "saved", None))
 
 
 def overlapped(folder: Path, group: Group) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import urlopen
 
-__all__ = ["BUCKET", "OPTIONS_OF_READER", "find_server", "options_for", "served"]
+__all__ = ["BUCKET", "OPTIONS_OF_READER", "find_server", "free_ports", "options_for", "served"]
 
 BUCKET = "checkpoints"
 _KEYS = {"access_key_id": "test-access-key", "secret_access_key": "test-secret-key"}
@@ -47,8 +47,8 @@ def options_for(port: int) -> dict[str, Any]:
     return {**_KEYS, "endpoint": f"http://127.0.0.1:{port}", "region": "us-east-1", "allow_http": True}
 
 
-def _free_ports(count: int) -> list[int]:
-    """Ports with 10000 less: the server opens another one at each, with 10000 added."""
+def free_ports(count: int) -> list[int]:
+    """Return ports with 10000 less: the server opens another one at each, with 10000 added."""
     found: list[int] = []
     while len(found) < count:
         with socket.socket() as one:
@@ -66,18 +66,18 @@ def _free_ports(count: int) -> list[int]:
 
 
 @contextmanager
-def served(folder: Path) -> Iterator[int]:
-    """Run the server in a folder, and give its port once it has the bucket."""
+def served(folder: Path, *, metrics: int = 0) -> Iterator[int]:
+    """Run the server in a folder, and give its port once it has the bucket; tell what it counts at port ``metrics``."""
     command = find_server()
     assert command is not None
     (folder / "config.json").write_text(json.dumps(_CONFIG))
     (folder / "data").mkdir()
-    s3, master, volume, filer = _free_ports(4)
+    s3, master, volume, filer = free_ports(4)
     arguments = [
         f"-dir={folder / 'data'}", "-s3", f"-s3.port={s3}", f"-s3.config={folder / 'config.json'}",
         f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}", "-ip=127.0.0.1",
         "-master.volumeSizeLimitMB=64", "-volume.max=100", "-s3.port.iceberg=0", "-s3.port.lance=0",
-        "-master.telemetry=false",
+        "-master.telemetry=false", f"-metricsPort={metrics}",
     ]  # fmt: skip
     with open(folder / "log", "wb") as log:
         process = subprocess.Popen([command, "server", *arguments], stdout=log, stderr=log, cwd=folder)

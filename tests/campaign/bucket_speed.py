@@ -1,0 +1,363 @@
+"""What copying to object storage and reading from there costs, beside obstore alone, on a server of this machine.
+
+Run: ``python -m tests.campaign.bucket_speed copy|read|compression [--folder DIR] [--gib 1] [--rounds 3]``; the last one
+also takes ``--weights FILE ...``.
+
+``copy``: a checkpoint from the moment it is durable until it is in the bucket, and ``load`` of it, beside obstore alone
+putting and getting as many bytes in objects of the same size, from and to memory, at 1, 2, 4 and 8 requests at a time,
+in turns; peak memory of both copies; steps of a training whose checkpoints are copied at a limited rate, beside
+those that are not. ``read``: requests and bytes for one tensor of 1 MiB; the throughput of 1 to 32 processes that each
+read one checkpoint. ``compression``: ratio and speed on one core, for the weights in a file, these in bfloat16, and the
+moments of a training; the time until a checkpoint of these is in the bucket, at 50 and 200 MB/s and unlimited.
+The server runs on the same processors as what is measured: an unlimited rate is that of a busy machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from examples.paper.lab.medians import summary
+from pccheck_async import Drain, SyncCheckpointEngine, load_sync, open_checkpoint
+from pccheck_async.bucket import coding
+from pccheck_async.bucket.compression import Compression
+from pccheck_async.bucket.obstore_objects import ObstoreObjects
+from tests.support.children import end, fork, in_child
+from tests.support.object_server import BUCKET, options_for, served
+
+State = dict[str, torch.Tensor]
+OBJECT = 32 << 20
+AT_ONCE = (1, 2, 4, 8)
+READERS = (1, 2, 4, 8, 16, 32)
+HOW: tuple[Compression, ...] = (None, "auto", "zstd")
+RATES = (50_000_000, 200_000_000, None)
+
+
+def made(nbytes: int, parts: int = 64) -> State:
+    generator = torch.Generator().manual_seed(0)
+    return {f"t{number:02}": torch.rand(nbytes // parts // 4, generator=generator) for number in range(parts)}
+
+
+def change(state: State) -> None:
+    for tensor in state.values():
+        tensor.mul_(0.9999)
+
+
+def peak_of(work: Callable[[], float]) -> tuple[float, int]:
+    """Return the result, and by how many bytes the resident memory was larger meanwhile than before."""
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status("VmRSS")
+    result = work()
+    return result, _status("VmHWM") - before
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
+
+
+def until_remote(engine: SyncCheckpointEngine, state: State, step: int) -> float:
+    pending = engine.checkpoint(state, step=step)
+    pending.result()
+    begun = time.perf_counter()
+    pending.wait_reached("remote")
+    return time.perf_counter() - begun
+
+
+def timed(work: Callable[[], object]) -> float:
+    gc.collect()
+    begun = time.perf_counter()
+    work()
+    return time.perf_counter() - begun
+
+
+# -- copy
+
+
+async def _raw(store: Any, objects: list[memoryview], at_once: int, *, put: bool) -> None:
+    import obstore
+
+    places = asyncio.Semaphore(at_once)
+
+    async def one(number: int, view: memoryview) -> None:
+        async with places:
+            if put:
+                await obstore.put_async(store, f"raw/{number}", view, use_multipart=False)
+            else:
+                view[:] = memoryview(await obstore.get_range_async(store, f"raw/{number}", start=0, length=len(view)))
+
+    await asyncio.gather(*[one(number, view) for number, view in enumerate(objects)])
+
+
+def copy(folder: Path, options: dict[str, Any], nbytes: int, rounds: int) -> dict[str, list[float]]:
+    from obstore.store import from_url
+
+    store = from_url(
+        f"s3://{BUCKET}",
+        config={name: value for name, value in options.items() if name != "allow_http"},
+        client_options={"allow_http": True, "timeout": "1h"},
+    )
+    memory = torch.rand(nbytes // 4).view(torch.uint8).numpy()
+    objects = [memoryview(memory[at : at + OBJECT]) for at in range(0, nbytes, OBJECT)]  # type: ignore[arg-type]
+    state, times = made(nbytes), dict[str, list[float]]()
+
+    def add(name: str, value: float) -> None:
+        times.setdefault(name, []).append(value)
+
+    def raw_copy(at_once: int, *, put: bool) -> None:
+        asyncio.run(_raw(store, objects, at_once, put=put))
+
+    url = f"s3://{BUCKET}/run"
+    with SyncCheckpointEngine(folder / "store", drain=Drain(url, options=options), save_last=False) as engine:
+        for number in range(rounds + 1):
+            change(state)
+            ours, peak = peak_of(partial(until_remote, engine, state, number))
+            raw = [(at_once, timed(partial(raw_copy, at_once, put=True))) for at_once in AT_ONCE]
+            back, back_peak = peak_of(lambda: timed(lambda: load_sync(url)))
+            got = [(at_once, timed(partial(raw_copy, at_once, put=False))) for at_once in AT_ONCE]
+            if not number:
+                continue  # warm
+            add("copy", ours)
+            add("copy, MiB", peak / (1 << 20))
+            add("load", back)
+            add("load, MiB beyond the state", (back_peak - nbytes) / (1 << 20))
+            for at_once, value in raw:
+                add(f"put {at_once}", value)
+            for at_once, value in got:
+                add(f"get {at_once}", value)
+    return times
+
+
+def train(folder: Path, options: dict[str, Any], rounds: int) -> dict[str, list[float]]:
+    """Time the same steps of two trainings, with a drain at a limited rate and without, in turns."""
+    torch.set_num_threads(1)
+    times = dict[str, list[float]]()
+
+    def trained(name: str, drain: Drain | None) -> Callable[[], float]:
+        model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(6)])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+        engine = SyncCheckpointEngine(folder / name, interval=20, drain=drain, save_last=False).open()
+        engine.attach(optimizer)
+        batch, state, step = torch.rand(256, 1024), {"model": model, "optimizer": optimizer}, 0
+
+        def steps() -> float:
+            nonlocal step
+            begun = time.perf_counter()
+            for _ in range(60):
+                step += 1
+                with engine.step(state, step):
+                    model(batch).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            return time.perf_counter() - begun
+
+        return steps
+
+    limited = Drain(f"s3://{BUCKET}/limited", options=options, rate_limit=20_000_000)
+    ways = {"drained": trained("drained", limited), "not drained": trained("not", None)}
+    for number in range(rounds + 1):
+        for name in sorted(ways, reverse=bool(number % 2)):
+            taken = ways[name]()
+            if number:
+                times.setdefault(name, []).append(taken)
+    return times
+
+
+# -- read
+
+
+class Counted:
+    """Counts requests and bytes of bodies, of this process, from the moment that it is made."""
+
+    def __init__(self) -> None:
+        self.requests, self.nbytes = dict[str, int](), 0
+        for kind in ("get", "read", "list"):
+            setattr(ObstoreObjects, kind, self._counting(kind, getattr(ObstoreObjects, kind)))
+
+    def _counting(self, kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        async def request(objects: ObstoreObjects, *arguments: Any) -> Any:
+            self.requests[kind] = self.requests.get(kind, 0) + 1
+            result = await original(objects, *arguments)
+            self.nbytes += len(arguments[-1]) if kind == "read" else len(result or b"") if kind == "get" else 0
+            return result
+
+        return request
+
+
+def one_tensor(url: str) -> dict[str, Any]:
+    counted = Counted()
+    with open_checkpoint(url) as opened:
+        before = dict(counted.requests), counted.nbytes
+        begun = time.perf_counter()
+        tensor = opened["small"]
+        assert torch.equal(tensor[:], torch.arange(1 << 17))
+        seconds = time.perf_counter() - begun
+    return {"opening": before, "and one tensor": (counted.requests, counted.nbytes), "seconds": seconds}
+
+
+def save(folder: Path, url: str, options: dict[str, Any], nbytes: int) -> None:
+    state = made(nbytes) | {"small": torch.arange(1 << 17)}
+    with SyncCheckpointEngine(folder, drain=Drain(url, options=options), save_last=False) as engine:
+        engine.checkpoint(state, step=0).wait_reached("remote")
+
+
+def readers(url: str, count: int) -> float:
+    """Return the seconds until ``count`` processes have each read the checkpoint; they begin together."""
+    go, begin = os.pipe()
+    end_of, done = os.pipe()
+
+    def read() -> None:
+        os.close(begin)
+        os.read(go, 1)  # until the parent closes it
+        load_sync(url)
+        os.write(done, b"r")
+
+    children = [fork(read) for _ in range(count)]
+    time.sleep(1)
+    started = time.perf_counter()
+    os.close(begin)
+    for _ in range(count):
+        assert os.read(end_of, 1)
+    taken = time.perf_counter() - started
+    for child in children:
+        end(child)
+    for descriptor in (go, end_of, done):
+        os.close(descriptor)
+    return taken
+
+
+# -- compression
+
+
+def moments(steps: int = 60) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return both moments of AdamW, of a small language model after some steps on this file's text."""
+    torch.manual_seed(0)
+    text = torch.tensor(list(Path(__file__).read_bytes()))
+    layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True)
+    model = nn.ModuleList([nn.Embedding(256, 256), nn.TransformerEncoder(layer, 4), nn.Linear(256, 256)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    for _ in range(steps):
+        starts = torch.randint(0, len(text) - 65, (8,))
+        batch = torch.stack([text[start : start + 65] for start in starts])
+        hidden = model[1](model[0](batch[:, :-1]), mask=nn.Transformer.generate_square_subsequent_mask(64))
+        loss = nn.functional.cross_entropy(model[2](hidden).flatten(0, 1), batch[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    found = [optimizer.state[parameter] for parameter in model.parameters()]
+    first, second = (torch.cat([each[name].flatten() for each in found]) for name in ("exp_avg", "exp_avg_sq"))
+    return first, second
+
+
+def tensors_in(path: Path) -> list[torch.Tensor]:
+    found = torch.load(path, map_location="cpu", weights_only=True)
+    found = found.get("model_state", found)
+    return [value.flatten().float() for value in found.values() if value.is_floating_point()]
+
+
+def kinds(weights: list[Path]) -> State:
+    real = torch.cat([tensor for path in weights for tensor in tensors_in(path)])
+    first, second = moments()
+    return {"weights, fp32": real, "weights, bf16": real.bfloat16(), "moments, m": first, "moments, v": second}
+
+
+def coded(tensor: torch.Tensor, rounds: int) -> str:
+    data = memoryview(tensor.view(torch.uint8).numpy())[:OBJECT]  # type: ignore[arg-type]
+    into = memoryview(bytearray(coding.BLOCK_BYTES))
+    speeds, stored = [], 0
+    for _ in range(rounds):
+        begun = time.thread_time()
+        stored = sum(coding.compress(block, into).nbytes for block in coding.blocks_in(data))
+        speeds.append(len(data) / (time.thread_time() - begun) / 1e9)
+    return f"ratio {stored / len(data):.3f}, {statistics.median(speeds):.2f} GB/s of one core"
+
+
+def sooner(folder: Path, options: dict[str, Any], state: State, rounds: int) -> dict[str, list[float]]:
+    """Time each rate and each way of compression, in turns."""
+    times = dict[str, list[float]]()
+    engines = dict[str, SyncCheckpointEngine]()
+    for rate in RATES:
+        for how in HOW:
+            name = f"{rate // 1_000_000 if rate else 'unlimited'} MB/s, {how or 'plain'}"
+            url = f"s3://{BUCKET}/{len(engines)}"
+            drain = Drain(url, options=options, rate_limit=rate, compression=how)
+            engines[name] = SyncCheckpointEngine(folder / str(len(engines)), drain=drain, save_last=False).open()
+    for number in range(rounds + 1):
+        change(state)
+        for name in sorted(engines, reverse=bool(number % 2)):
+            taken = until_remote(engines[name], state, number)
+            if number:
+                times.setdefault(name, []).append(taken)
+    for engine in engines.values():
+        engine.close()
+    return times
+
+
+def tell(times: dict[str, list[float]]) -> None:
+    for name, values in times.items():
+        print("  ", summary(name, values), flush=True)
+
+
+def best_of(times: dict[str, list[float]], kind: str) -> list[float]:
+    return min((values for name, values in times.items() if name.startswith(kind)), key=statistics.median)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("copy", "read", "compression"))
+    parser.add_argument("--folder", default=None)
+    parser.add_argument("--gib", type=float, default=1.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--weights", type=Path, nargs="+", help="torch files of floating-point tensors")
+    args = parser.parse_args()
+    nbytes = int(args.gib * (1 << 30))
+    with tempfile.TemporaryDirectory(dir=args.folder) as name:
+        folder = Path(name)
+        (folder / "server").mkdir()
+        with served(folder / "server") as port:
+            options = options_for(port)
+            for key in ("access_key_id", "secret_access_key", "endpoint", "region"):
+                os.environ[f"AWS_{key.upper()}"] = options[key]
+            os.environ["AWS_ALLOW_HTTP"] = "true"
+            if args.what == "copy":
+                times = in_child(partial(copy, folder, options, nbytes, args.rounds))
+                tell(times)
+                for ours, theirs in (("copy", "put "), ("load", "get ")):
+                    best = best_of(times, theirs)
+                    ratios = [one / other for one, other in zip(best, times[ours], strict=True)]
+                    print(summary(f"{ours}: throughput over obstore's best", ratios), flush=True)
+                times = in_child(partial(train, folder, options, 4 * args.rounds))
+                tell(times)
+                pairs = zip(times["drained"], times["not drained"], strict=True)
+                print(summary("steps with a drain over without", [one / other for one, other in pairs]))
+            elif args.what == "read":
+                url = f"s3://{BUCKET}/large"
+                in_child(partial(save, folder / "large", url, options, nbytes))
+                print(in_child(partial(one_tensor, url)), flush=True)
+                url = f"s3://{BUCKET}/read"
+                in_child(partial(save, folder / "read", url, options, nbytes // 16))
+                for count in READERS:
+                    taken = [readers(url, count) for _ in range(args.rounds)]
+                    rates = [count * (nbytes // 16 + (1 << 20)) / each / 1e6 for each in taken]
+                    print(summary(f"{count} readers, MB/s in all", rates), flush=True)
+            else:
+                found = kinds(args.weights)
+                for kind, tensor in found.items():
+                    print(f"{kind}: {coded(tensor, 5)}", flush=True)
+                tell(in_child(partial(sooner, folder, options, found, args.rounds)))
+
+
+if __name__ == "__main__":
+    main()
