@@ -170,6 +170,8 @@ def _replace_all() -> None:
             shadow: Any = _numpy(original)
         elif name == "untyped_storage":
             shadow = _alone(original, _READ)
+        elif cls is torch.UntypedStorage:
+            shadow = _resizing(original)
         elif callable(original):
             shadow = method(original)
         else:
@@ -238,17 +240,21 @@ def _reading(original: Any) -> Any:
     return access
 
 
+# Of an access that may give a tensor other memory, the memory afterwards is flagged: that before stays as it is.
+
+
 def _writing_value(put: Any) -> Any:
     def access(self: Any, value: Any) -> None:
+        if type(self) not in _flagged:
+            _note(self, True)
+        put(self, value)
         if type(self) in _flagged:
             try:
                 untyped_storage(self)._pccheck_written = _period  # type: ignore[attr-defined]
             except RuntimeError:
-                _note(self, True)
+                _flag_written(self)
         else:
-            _note(self, True)
-        put(self, value)
-        _flag_written(self)
+            _flag_written(self)
 
     return access
 
@@ -256,15 +262,30 @@ def _writing_value(put: Any) -> Any:
 def _writing(original: Any) -> Any:
     @wraps(original)
     def access(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        if type(self) not in _flagged:
+            _note(self, True)
+        result = original(self, *arguments, **keywords) if keywords else original(self, *arguments)
         if type(self) in _flagged:
             try:
                 untyped_storage(self)._pccheck_written = _period  # type: ignore[attr-defined]
             except RuntimeError:
-                _note(self, True)
+                _flag_written(self)
         else:
+            _flag_written(self)
+        return result
+
+    return access
+
+
+def _resizing(original: Any) -> Any:
+    """Of a storage, which is flagged itself."""
+
+    @wraps(original)
+    def access(self: Any, *arguments: Any) -> Any:
+        if _callbacks:
             _note(self, True)
-        result = original(self, *arguments, **keywords)
-        _flag_written(self)
+        result = original(self, *arguments)
+        self._pccheck_written = _period
         return result
 
     return access
