@@ -278,7 +278,7 @@ def _writing(original: Any) -> Any:
 
 
 def _resizing(original: Any) -> Any:
-    """Of a storage, which is flagged itself."""
+    """Return the shadow of a storage's method, which flags the storage itself."""
 
     @wraps(original)
     def access(self: Any, *arguments: Any) -> Any:
