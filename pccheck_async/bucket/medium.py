@@ -287,15 +287,27 @@ class BucketMedium(Medium):
                 raise await self.lost(file, f"in the bucket {error}") from None
             return max(0, end - offset)
 
+    async def view(self, file: File, offset: int, nbytes: int) -> memoryview | None:
+        if file not in self._slots:
+            return None
+        index, starts, _ = self._slots[file]
+        number = bisect_right(starts, offset) - 1
+        if number >= len(index.objects) or offset + nbytes > starts[number + 1] or index.blocks_of(number):
+            return None
+        with self._clock.timed("read", nbytes):
+            try:
+                return await self.objects.read(index.objects[number][0], offset - starts[number], nbytes)
+            except MissingObjectError as error:
+                raise await self.lost(file, f"in the bucket {error}") from None
+
     async def _read_object(self, index: PartIndex, number: int, start: int, into: memoryview) -> None:
         """Fill ``into`` from an object's bytes, from ``start`` on, as they were before it was compressed."""
         (key, nbytes), blocks = index.objects[number], index.blocks_of(number)
         if not blocks:
-            await self.objects.read(key, start, into)
+            into[:] = await self.objects.read(key, start, len(into))
             return
         low, high = stored_range(blocks, start, len(into))
-        stored = memoryview(bytearray(high - low))
-        await self.objects.read(key, low, stored)
+        stored = await self.objects.read(key, low, high - low)
         try:
             await uninterrupted(asyncio.to_thread(decompress, stored, blocks, nbytes, start, into))
         except ImportError:

@@ -58,8 +58,8 @@ class Objects(ABC):
         """Return a whole object, None if there is none. Raises MissingObjectError: it has more than ``most`` bytes."""
 
     @abstractmethod
-    async def read(self, key: str, start: int, into: memoryview) -> None:
-        """Fill ``into`` with the bytes of an object from ``start`` on. Raises MissingObjectError."""
+    async def read(self, key: str, start: int, nbytes: int) -> memoryview:
+        """Return ``nbytes`` of an object from ``start`` on. Raises MissingObjectError."""
 
     @abstractmethod
     async def list(self, prefix: str, after: str = "") -> Sequence[tuple[str, int]]:
@@ -109,8 +109,8 @@ class Patient(Objects):
         # How long it is, is not known before: the deadline alone bounds it.
         return await self._repeated(f"reading {key}", ReadError, lambda: self._objects.get(key, most), None)
 
-    async def read(self, key: str, start: int, into: memoryview) -> None:
-        await self._repeated(f"reading {key}", ReadError, lambda: self._objects.read(key, start, into), len(into))
+    async def read(self, key: str, start: int, nbytes: int) -> memoryview:
+        return await self._repeated(f"reading {key}", ReadError, lambda: self._objects.read(key, start, nbytes), nbytes)
 
     async def list(self, prefix: str, after: str = "") -> Sequence[tuple[str, int]]:
         return await self._repeated(f"listing {prefix}", ReadError, lambda: self._objects.list(prefix, after), None)

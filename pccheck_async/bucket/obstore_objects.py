@@ -213,18 +213,18 @@ class ObstoreObjects(Objects):
             raise self._error(error, ReadError) from None
         return data
 
-    async def read(self, key: str, start: int, into: memoryview) -> None:
+    async def read(self, key: str, start: int, nbytes: int) -> memoryview:
         try:
-            data = await self._obstore.get_range_async(self._store, key, start=start, length=len(into))
+            data = await self._obstore.get_range_async(self._store, key, start=start, length=nbytes)
         except FileNotFoundError:
             raise MissingObjectError(f"there is no object {key}") from None
         except (self._obstore.exceptions.BaseError, OSError) as error:
             if "status code: 416" in str(error) or "StartTooLarge" in str(error):
                 raise MissingObjectError(f"{key} has less than {start} bytes") from None
             raise self._error(error, ReadError) from None
-        if len(data) != len(into):
-            raise ReadError(errno.EIO, f"a body had {len(data)} of {len(into)} bytes")
-        into[:] = memoryview(data)
+        if len(data) != nbytes:
+            raise ReadError(errno.EIO, f"a body had {len(data)} of {nbytes} bytes")
+        return memoryview(data)
 
     async def list(self, prefix: str, after: str = "") -> Sequence[tuple[str, int]]:
         try:

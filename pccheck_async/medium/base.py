@@ -143,10 +143,11 @@ class Medium(abc.ABC):
         """Return memory for these bytes of ``file``, to be filled and then passed to :meth:`write`; None for none."""
         return None
 
-    def view(self, file: File, offset: int, nbytes: int) -> memoryview | None:
-        """Return a view of these bytes of ``file`` in memory, to be read there; None: use :meth:`read`.
+    async def view(self, file: File, offset: int, nbytes: int) -> memoryview | None:
+        """Return these bytes of ``file`` in memory of the medium's own, to be read there; None: use :meth:`read`.
 
-        Another process may truncate the file: only operations that survive missing pages may access the view.
+        Another process may truncate the file: only operations that survive missing pages may access the view. Raises
+        the errors of :meth:`read`.
         """
         return None
 

@@ -97,7 +97,7 @@ class MappedFiles(StepwiseMedium, Files):
     def stage(self, file: File, offset: int, nbytes: int) -> memoryview | None:
         return None if file.mapping is None else file.mapping.view[offset : offset + nbytes]
 
-    def view(self, file: File, offset: int, nbytes: int) -> memoryview | None:
+    async def view(self, file: File, offset: int, nbytes: int) -> memoryview | None:
         mapping = file.mapping
         # Pages of the page cache would come one fault after the other.
         in_memory = mapping is not None and mapping.durable and offset + nbytes <= file.nbytes

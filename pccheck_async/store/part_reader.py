@@ -362,22 +362,23 @@ class PartReader:
     ) -> None:
         """Read a run into a staging buffer, verify it, and only then copy its segments to their places.
 
-        If the file lies in memory, the run is verified and copied from there.
+        If the medium has it in memory of its own, it is verified and copied from there.
         """
-        medium = self.source.medium
-        by_host = run.segments.host and not run.segments.devices  # devices copy from pinned memory
-        mapped = medium.view(self._file, run.offset, run.nbytes) if by_host else None
+        medium, view = self.source.medium, None
         try:
-            view = buffer[: run.nbytes] if mapped is None else mapped
-            if mapped is None and await medium.read(self._file, run.offset, view) != run.nbytes:
-                raise OSError(errno.EBADMSG, "the file is too short")
+            if run.segments.host and not run.segments.devices:  # devices copy from pinned memory
+                view = await medium.view(self._file, run.offset, run.nbytes)
+            if view is None:
+                view = buffer[: run.nbytes]
+                if await medium.read(self._file, run.offset, view) != run.nbytes:
+                    raise OSError(errno.EBADMSG, "the file is too short")
             await self.backend.scatter(view, run.checksum, run.segments, keepalive)
         except OSError as error:
-            if error.errno != errno.EBADMSG:
-                if mapped is None:
-                    raise
-                raise read_error(error, self._file.name) from error
-            raise self._damaged(run.chunk, run.offset, run.nbytes, error.strerror) from None
+            if error.errno == errno.EBADMSG:
+                raise self._damaged(run.chunk, run.offset, run.nbytes, error.strerror) from None
+            if isinstance(error, ReadError):
+                raise
+            raise read_error(error, self._file.name) from error
         advance(run.nbytes)
 
     def _damaged(self, chunk: int, offset: int, nbytes: int, reason: str | None) -> DamagedError:

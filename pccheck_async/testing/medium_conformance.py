@@ -57,6 +57,8 @@ async def _begins(medium: Medium, file: File, offset: int, nbytes: int) -> bytes
     """Return the bytes before the first zero byte in the ``nbytes`` of a file at ``offset``."""
     into = aligned_buffer(nbytes)
     _require(await medium.read(file, offset, into) == nbytes, "read fills the buffer where the file is long enough")
+    view = await medium.view(file, offset, nbytes)
+    _require(view is None or view == into, "view returns the bytes that read returns, or None")
     return bytes(into).split(b"\0")[0]
 
 

@@ -28,7 +28,7 @@ from examples.paper.lab.medians import summary
 from pccheck_async import Drain, SyncCheckpointEngine, load_sync
 from tests.campaign.bucket_speed import made
 from tests.support.children import end, fork, in_child
-from tests.support.object_server import BUCKET, free_ports, options_for, served
+from tests.support.object_server import BUCKET, environment_for, free_ports, options_for, served
 
 State = dict[str, torch.Tensor]
 KILLED_AT = (0.1, 0.3, 0.5, 0.7, 0.9)
@@ -227,9 +227,7 @@ def main() -> None:
         (counts,) = free_ports(1)
         with served(folder / "server", metrics=counts) as port:
             options = options_for(port)
-            for key in ("access_key_id", "secret_access_key", "endpoint", "region"):
-                os.environ[f"AWS_{key.upper()}"] = options[key]
-            os.environ["AWS_ALLOW_HTTP"] = "true"
+            os.environ |= environment_for(port)
             metrics = f"http://127.0.0.1:{counts}/metrics"
             found = in_child(partial(times, folder, options, metrics, nbytes, args.rounds))
             for way, values in found["times"].items():

@@ -3,12 +3,13 @@
 Run: ``python -m tests.campaign.bucket_speed copy|read|compression [--folder DIR] [--gib 1] [--rounds 3]``; the last one
 also takes ``--weights FILE ...``.
 
-``copy``: a checkpoint from the moment it is durable until it is in the bucket, and ``load`` of it, beside obstore alone
-putting and getting as many bytes in objects of the same size, from and to memory, at 1, 2, 4 and 8 requests at a time,
-in turns; peak memory of both copies; steps of a training whose checkpoints are copied at a limited rate, beside
-those that are not. ``read``: requests and bytes for one tensor of 1 MiB; the throughput of 1 to 32 processes that each
-read one checkpoint. ``compression``: ratio and speed on one core, for the weights in a file, these in bfloat16, and the
-moments of a training; the time until a checkpoint of these is in the bucket, at 50 and 200 MB/s and unlimited.
+``copy``: a checkpoint from the moment it is durable until it is in the bucket, ``load`` of it, and ``restore`` into
+live tensors from an empty folder, beside obstore alone putting and getting as many bytes in objects of the same size,
+at 1, 2, 4 and 8 requests at a time, in turns: ``load`` beside getting into new memory, ``restore`` into old; peak
+memory of all three; steps of a training whose checkpoints are copied at a limited rate, beside those that are not.
+``read``: requests and bytes for one tensor of 1 MiB; the throughput of 1 to 32 processes that each read one checkpoint.
+``compression``: ratio and speed on one core, for the weights in a file, these in bfloat16, and the moments of a
+training; the time until a checkpoint of these is in the bucket, at 50 and 200 MB/s and unlimited.
 The server runs on the same processors as what is measured: an unlimited rate is that of a busy machine.
 """
 
@@ -24,7 +25,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -35,7 +36,7 @@ from pccheck_async.bucket import coding
 from pccheck_async.bucket.compression import Compression
 from pccheck_async.bucket.obstore_objects import ObstoreObjects
 from tests.support.children import end, fork, in_child
-from tests.support.object_server import BUCKET, options_for, served
+from tests.support.object_server import BUCKET, environment_for, options_for, served
 
 State = dict[str, torch.Tensor]
 OBJECT = 32 << 20
@@ -86,17 +87,21 @@ def timed(work: Callable[[], object]) -> float:
 # -- copy
 
 
-async def _raw(store: Any, objects: list[memoryview], at_once: int, *, put: bool) -> None:
+async def _raw(store: Any, objects: list[memoryview], at_once: int, how: Literal["put", "get", "get new"]) -> None:
     import obstore
 
-    places = asyncio.Semaphore(at_once)
+    places, found = asyncio.Semaphore(at_once), list[memoryview]()
 
     async def one(number: int, view: memoryview) -> None:
         async with places:
-            if put:
+            if how == "put":
                 await obstore.put_async(store, f"raw/{number}", view, use_multipart=False)
-            else:
-                view[:] = memoryview(await obstore.get_range_async(store, f"raw/{number}", start=0, length=len(view)))
+                return
+            data = memoryview(await obstore.get_range_async(store, f"raw/{number}", start=0, length=len(view)))
+            if how == "get new":
+                view = memoryview(torch.empty(len(data), dtype=torch.uint8).numpy())  # type: ignore[arg-type]
+                found.append(view)
+            view[:] = data
 
     await asyncio.gather(*[one(number, view) for number, view in enumerate(objects)])
 
@@ -116,27 +121,30 @@ def copy(folder: Path, options: dict[str, Any], nbytes: int, rounds: int) -> dic
     def add(name: str, value: float) -> None:
         times.setdefault(name, []).append(value)
 
-    def raw_copy(at_once: int, *, put: bool) -> None:
-        asyncio.run(_raw(store, objects, at_once, put=put))
+    def raw(how: Literal["put", "get", "get new"]) -> None:
+        for at_once in AT_ONCE:
+            add(f"{how} by {at_once}", timed(lambda n=at_once: asyncio.run(_raw(store, objects, n, how))))  # type: ignore[misc]
+
+    def ours(what: str, work: Callable[[], float], memory: int = 0) -> None:
+        taken, peak = peak_of(work)
+        add(what, taken)
+        add(f"{what}, MiB beyond the state", (peak - memory) / (1 << 20))
 
     url = f"s3://{BUCKET}/run"
-    with SyncCheckpointEngine(folder / "store", drain=Drain(url, options=options), save_last=False) as engine:
+    drain = Drain(url, options=options)
+    with SyncCheckpointEngine(folder / "store", drain=drain, save_last=False) as engine:
         for number in range(rounds + 1):
             change(state)
-            ours, peak = peak_of(partial(until_remote, engine, state, number))
-            raw = [(at_once, timed(partial(raw_copy, at_once, put=True))) for at_once in AT_ONCE]
-            back, back_peak = peak_of(lambda: timed(lambda: load_sync(url)))
-            got = [(at_once, timed(partial(raw_copy, at_once, put=False))) for at_once in AT_ONCE]
+            ours("copy", partial(until_remote, engine, state, number))
+            raw("put")
+            ours("load", lambda: timed(lambda: load_sync(url)), nbytes)
+            raw("get new")
             if not number:
-                continue  # warm
-            add("copy", ours)
-            add("copy, MiB", peak / (1 << 20))
-            add("load", back)
-            add("load, MiB beyond the state", (back_peak - nbytes) / (1 << 20))
-            for at_once, value in raw:
-                add(f"put {at_once}", value)
-            for at_once, value in got:
-                add(f"get {at_once}", value)
+                times.clear()  # warm
+    for number in range(rounds):
+        with SyncCheckpointEngine(folder / f"empty-{number}", drain=drain, save_last=False) as engine:
+            ours("restore", partial(timed, partial(engine.restore, state)))
+            raw("get")
     return times
 
 
@@ -190,7 +198,7 @@ class Counted:
         async def request(objects: ObstoreObjects, *arguments: Any) -> Any:
             self.requests[kind] = self.requests.get(kind, 0) + 1
             result = await original(objects, *arguments)
-            self.nbytes += len(arguments[-1]) if kind == "read" else len(result or b"") if kind == "get" else 0
+            self.nbytes += len(result) if kind == "read" else len(result or b"") if kind == "get" else 0
             return result
 
         return request
@@ -328,13 +336,11 @@ def main() -> None:
         (folder / "server").mkdir()
         with served(folder / "server") as port:
             options = options_for(port)
-            for key in ("access_key_id", "secret_access_key", "endpoint", "region"):
-                os.environ[f"AWS_{key.upper()}"] = options[key]
-            os.environ["AWS_ALLOW_HTTP"] = "true"
+            os.environ |= environment_for(port)
             if args.what == "copy":
                 times = in_child(partial(copy, folder, options, nbytes, args.rounds))
                 tell(times)
-                for ours, theirs in (("copy", "put "), ("load", "get ")):
+                for ours, theirs in (("copy", "put by"), ("load", "get new by"), ("restore", "get by")):
                     best = best_of(times, theirs)
                     ratios = [one / other for one, other in zip(best, times[ours], strict=True)]
                     print(summary(f"{ours}: throughput over obstore's best", ratios), flush=True)

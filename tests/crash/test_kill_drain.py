@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("obstore")
 
-from tests.support.object_server import BUCKET, find_server, options_for, served
+from tests.support.object_server import BUCKET, environment_for, find_server, options_for, served
 from tests.support.warm import start_warm
 
 pytestmark = pytest.mark.usefixtures("machine_asked_once")
@@ -56,9 +56,5 @@ def test_killed_200_times_beside_a_server(tmp_path: Path) -> None:
 
     (tmp_path / "server").mkdir()
     with served(tmp_path / "server") as port:
-        options = options_for(port)
-        names = {"access_key_id": "AWS_ACCESS_KEY_ID", "secret_access_key": "AWS_SECRET_ACCESS_KEY"}
-        env = {variable: options[name] for name, variable in names.items()}
-        env |= {"AWS_ENDPOINT_URL": options["endpoint"], "AWS_REGION": "us-east-1", "AWS_ALLOW_HTTP": "true"}
-        env["DRAIN_OPTIONS"] = json.dumps(options)
+        env = environment_for(port) | {"DRAIN_OPTIONS": json.dumps(options_for(port))}
         killed_again_and_again(tmp_path / "run", f"s3://{BUCKET}/killed", 200, env)

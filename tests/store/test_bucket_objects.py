@@ -62,13 +62,11 @@ def test_what_is_put_is_read(objects: Objects) -> None:
         with pytest.raises(MissingObjectError):
             await objects.get("data/x", 1000)
         for low, high in [(0, 100_000), (5, 6), (99_999, 100_000)]:
-            view = memoryview(bytearray(high - low))
-            await objects.read("data/x", low, view)
-            assert bytes(view) == data[low:high]
+            assert bytes(await objects.read("data/x", low, high - low)) == data[low:high]
         with pytest.raises(MissingObjectError):
-            await objects.read("data/y", 0, view)
+            await objects.read("data/y", 0, 1)
         with pytest.raises(MissingObjectError):
-            await objects.read("data/x", 200_000, view)
+            await objects.read("data/x", 200_000, 1)
         await objects.put("data/x", b"other")
         assert await objects.get("data/x", 1 << 20) == b"other"
 

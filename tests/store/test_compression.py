@@ -252,9 +252,9 @@ def test_one_tensor_is_read_by_its_own_blocks(tmp_path: Path, lying: LyingObject
     async def read(offset: int, nbytes: int) -> tuple[bytes, int]:
         sizes, original = list[int](), lying.read
 
-        async def counted(key: str, start: int, into: memoryview) -> None:
-            sizes.append(len(into))
-            await original(key, start, into)
+        async def counted(key: str, start: int, nbytes: int) -> memoryview:
+            sizes.append(nbytes)
+            return await original(key, start, nbytes)
 
         slot = next(name for name in await medium.names() if name.startswith("slot-"))
         file = await medium.open(slot, writable=False)

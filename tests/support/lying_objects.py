@@ -69,11 +69,11 @@ class PlayedObjects(Objects):
         found: bytes | None = await Request(self._run, "get", key)
         return found
 
-    async def read(self, key: str, start: int, into: memoryview) -> None:
+    async def read(self, key: str, start: int, nbytes: int) -> memoryview:
         data = await self.get(key, 1 << 30)
-        if data is None or len(data) < start + len(into):
+        if data is None or len(data) < start + nbytes:
             raise MissingObjectError(key)
-        into[:] = data[start : start + len(into)]
+        return memoryview(data)[start : start + nbytes]
 
     async def list(self, prefix: str, after: str = "") -> Sequence[tuple[str, int]]:
         found: list[tuple[str, int]] = await Request(self._run, "list", prefix, after.encode())
@@ -175,15 +175,15 @@ class LyingObjects(Objects):
         self._end(ReadError)
         return data
 
-    async def read(self, key: str, start: int, into: memoryview) -> None:
+    async def read(self, key: str, start: int, nbytes: int) -> memoryview:
         await self._begin("read", key)
         data = self.stored.get(key)
-        if data is None or len(data) < start + len(into):
+        if data is None or len(data) < start + nbytes:
             raise MissingObjectError(f"there is no object {key}")
         if self._lies("short body"):
             raise ReadError(errno.EIO, "a body was cut short")
-        into[:] = data[start : start + len(into)]
         self._end(ReadError)
+        return memoryview(data)[start : start + nbytes]
 
     async def list(self, prefix: str, after: str = "") -> Sequence[tuple[str, int]]:
         await self._begin("list", prefix)

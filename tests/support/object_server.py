@@ -15,7 +15,7 @@ from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import urlopen
 
-__all__ = ["BUCKET", "OPTIONS_OF_READER", "find_server", "free_ports", "options_for", "served"]
+__all__ = ["BUCKET", "OPTIONS_OF_READER", "environment_for", "find_server", "free_ports", "options_for", "served"]
 
 BUCKET = "checkpoints"
 _KEYS = {"access_key_id": "test-access-key", "secret_access_key": "test-secret-key"}
@@ -45,6 +45,19 @@ def find_server() -> str | None:
 def options_for(port: int) -> dict[str, Any]:
     """Return the options with which obstore finds the server."""
     return {**_KEYS, "endpoint": f"http://127.0.0.1:{port}", "region": "us-east-1", "allow_http": True}
+
+
+def environment_for(port: int) -> dict[str, str]:
+    """Return the variables of the environment with which any client of S3 finds the server."""
+    options = options_for(port)
+    return {
+        "AWS_ACCESS_KEY_ID": options["access_key_id"],
+        "AWS_SECRET_ACCESS_KEY": options["secret_access_key"],
+        "AWS_ENDPOINT": options["endpoint"],
+        "AWS_ENDPOINT_URL": options["endpoint"],
+        "AWS_REGION": options["region"],
+        "AWS_ALLOW_HTTP": "true",
+    }
 
 
 def free_ports(count: int) -> list[int]:
