@@ -315,6 +315,7 @@ class SyncCheckpointEngine(EngineBase):
 
         Durability: when this returns they are gone also after a power failure. A crash before that leaves all of them,
         or none. (In a group, a checkpoint that a crash left on some ranks alone is incomplete, and not restored.)
+        The bucket of a drain drops them in the background: a run that is killed before leaves them there.
 
         Interrupts: a KeyboardInterrupt is raised once the record is written.
 
@@ -347,6 +348,8 @@ class SyncCheckpointEngine(EngineBase):
             The committed checkpoints that were rejected, newest first.
 
         Durability: when this returns they stay rejected also after a power failure, on all ranks.
+        The bucket of a drain drops them in the background: a run that is killed before leaves those valid that it alone
+        has.
 
         Interrupts: a KeyboardInterrupt is raised once the record is written.
 
