@@ -202,6 +202,9 @@ async def send_part(
     alone = part.manifest.payload_nbytes <= size
     staging = Staging(_FreshBuffers(_AT_ONCE * size, size))
     source = part.source
-    await check_chunks(source.medium, operations, part.file, part.manifest, staging, damaged=damaged, checked=send)
+    # One read at a time: else both buffers are read together, and sent together, and nothing is sent meanwhile.
+    await check_chunks(
+        source.medium, operations, part.file, part.manifest, staging, damaged=damaged, checked=send, at_once=1
+    )
     manifest = await read_encoded_manifest(source.medium, part.file, part.entry, source.block_bytes)
     return await draft.finish(part.entry, source.block_bytes, manifest)

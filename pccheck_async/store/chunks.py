@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -109,6 +110,7 @@ async def check_chunks(
     damaged: Damaged,
     checked: Checked | None = None,
     read: Callable[[int], None] = lambda _: None,
+    at_once: int = _MOST_READS,
 ) -> None:
     """Read every chunk whole and verify its checksums.
 
@@ -121,6 +123,7 @@ async def check_chunks(
         damaged: Called for each damaged chunk (:data:`Damaged`).
         checked: Awaited for each run without damage (:data:`Checked`).
         read: Called with the number of bytes of each run that was read.
+        at_once: Most reads at a time.
 
     Cancellation: raised when every read ended.
     """
@@ -128,7 +131,8 @@ async def check_chunks(
     async def check(run: ChunkRun, buffer: memoryview) -> None:
         view, whole = buffer[: run.nbytes], True
         try:
-            got = await medium.read(file, run.offset, view)
+            async with reading:
+                got = await medium.read(file, run.offset, view)
         except ReadError as error:
             if len(run.chunks) > 1:
                 for index, chunk in enumerate(run.chunks, run.first):  # which of them it is
@@ -149,6 +153,7 @@ async def check_chunks(
                 await checked(run, view)
         read(run.nbytes)
 
+    reading = asyncio.Semaphore(at_once)
     expected = manifest.pieces or (None,) * len(manifest.chunks)
     pool = staging.pool_for(max((chunk.nbytes for chunk in manifest.chunks), default=0))
     await in_buffers(pool, runs(manifest.chunks, pool.buffer_bytes), check)

@@ -35,6 +35,8 @@ from pccheck_async.bucket import upload
 from pccheck_async.bucket.names import digest
 from pccheck_async.bucket.objects import RefusedError
 from pccheck_async.errors import DamagedError, StoreError, WriteError
+from pccheck_async.medium import File
+from pccheck_async.medium.files import Files
 from tests.support.lying_objects import LyingObjects, use_in_drains
 
 
@@ -626,6 +628,30 @@ def test_no_memory_is_sent_from_twice(tmp_path: Path, lying: LyingObjects, monke
         engine.checkpoint({"weights": torch.rand(1 << 19)}, step=1).wait_reached("remote", 20)
     assert len(sending) > 8
     assert all(bytes(data) == then for data, then in sending)
+
+
+def test_one_object_is_read_while_others_are_sent(
+    tmp_path: Path, lying: LyingObjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If two were read together, they would be sent together, and the bucket would wait for the next two."""
+    monkeypatch.setattr(upload, "OBJECT_BYTES", 1 << 18)
+    original, now, most = Files.read, 0, 0
+
+    async def counted(self: Files, file: File, offset: int, into: memoryview) -> int:
+        nonlocal now, most
+        now += 1
+        most = max(most, now)
+        try:
+            await asyncio.sleep(0.01)
+            return await original(self, file, offset, into)
+        finally:
+            now -= 1
+
+    storage = StorageOptions(chunk_bytes=1 << 18)
+    with SyncCheckpointEngine(tmp_path / "run", storage=storage, drain=Drain("s3://lying/run")) as engine:
+        monkeypatch.setattr(Files, "read", counted)
+        engine.checkpoint({"weights": torch.rand(1 << 19)}, step=1).wait_reached("remote", 20)
+    assert most == 1
 
 
 def test_a_rejection_means_nothing_for_another_branch(tmp_path: Path, url: str) -> None:

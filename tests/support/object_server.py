@@ -89,7 +89,7 @@ def served(folder: Path, *, metrics: int = 0) -> Iterator[int]:
     arguments = [
         f"-dir={folder / 'data'}", "-s3", f"-s3.port={s3}", f"-s3.config={folder / 'config.json'}",
         f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}", "-ip=127.0.0.1",
-        "-master.volumeSizeLimitMB=64", "-volume.max=100", "-s3.port.iceberg=0", "-s3.port.lance=0",
+        "-master.volumeSizeLimitMB=64", "-volume.max=2000", "-s3.port.iceberg=0", "-s3.port.lance=0",
         "-master.telemetry=false", f"-metricsPort={metrics}",
     ]  # fmt: skip
     with open(folder / "log", "wb") as log:
