@@ -71,7 +71,7 @@ class Compressing:
         if ratio > WORTH:
             return False
         plain, compressing = max(self._to_send, self._limit), self._to_compress or 0.0
-        # Two objects begin at about the same time, and stay in step: one half of compressing is hidden by sending.
+        # Objects begin at about the same time, and two processors compress: one half of that is hidden by sending.
         if (compressing if alone else compressing / 2) + ratio * plain <= _SOONER * plain:
             return True
         self._to_compress = compressing * _FORGOTTEN

@@ -162,8 +162,8 @@ class Drain:
         keep_last: Number of the newest copied checkpoints that are kept in the bucket.
         options: Options of obstore for the provider and the HTTP client, by name: ``{"region": "eu-west-1"}``.
         rate_limit: Most bytes per second that are sent, by each rank of a group.
-        deadline: Most seconds for each request, retries included; after that the copy is continued later. Two objects
-            of 32 MiB have to be sent in that time, so a network of less than 1 MiB per second needs more.
+        deadline: Most seconds for each request, retries included; after that the copy is continued later. Four objects
+            of 16 MiB have to be sent in that time, so a network of less than 1 MiB per second needs more.
         compression: "zstd": objects are compressed, block by block; floating-point weights to 0.67 (bf16) or 0.84
             (fp32) of their bytes. "auto": only while a checkpoint is in the bucket sooner for it. None: they are not.
             Versions before 1.1 cannot read compressed objects.
