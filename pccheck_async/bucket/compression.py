@@ -24,7 +24,7 @@ _FORGOTTEN = 0.98
 
 
 class Compressing:
-    """Compresses the objects that one process uploads, one after the other or two at the same time. Used on one loop.
+    """Compresses the objects that one process uploads, several at the same time. Used on one loop.
 
     Args:
         how: "zstd": every object; "auto": while it makes the upload end sooner; None: none.
@@ -85,7 +85,7 @@ class Compressing:
         self._sending += 1
         try:
             yield
-            now = time.perf_counter()  # of two at the same time each counts from the end of the other
+            now = time.perf_counter()  # of those at the same time each counts from the end of the other
             self._to_send = _newer(self._to_send, (now - self._since) / nbytes)
             self._since = now
         finally:
