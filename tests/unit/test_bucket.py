@@ -459,12 +459,14 @@ def test_bytes_are_read_across_objects() -> None:
         await medium.names()
         file = await medium.open("slot-002", writable=False)
         whole = payload + b"manifest"
-        for low, high in [(0, 10_008), (2999, 3001), (3000, 6000), (9_990, 20_000), (10_000, 10_008), (10_008, 10_100)]:
+        in_one = [(3000, 6000), (3100, 3200), (0, 1), (9000, 10_000)]
+        for low, high in [*in_one, (0, 10_008), (2999, 3001), (9_990, 20_000), (10_000, 10_008), (10_008, 10_100)]:
             view = memoryview(bytearray(high - low))
             got = await medium.read(file, low, view)
             assert bytes(view[:got]) == whole[low:high]
             seen = await medium.view(file, low, high - low)
-            assert (None if seen is None else bytes(seen)) == (whole[low:high] if (low, high) == (3000, 6000) else None)
+            assert (None if seen is None else bytes(seen)) == (whole[low:high] if (low, high) in in_one else None)
+        assert await medium.view(await medium.open("commit", writable=False), 0, 10) is None
 
     run(work())
 
