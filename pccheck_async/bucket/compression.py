@@ -18,7 +18,11 @@ Compression: TypeAlias = Literal["auto", "zstd"] | None
 _SOONER = 0.9
 """An object is compressed if it takes at most this share of the time that it takes as it is."""
 _NEW = 0.3
-"""Weight of the newest measurement."""
+"""Weight of the newest measurement of compressing."""
+_OLD = 0.8
+"""Weight of the measurements of sending before the newest one."""
+_AT_A_TIME = 4
+"""So many objects are sent at the same time: the first one of them ends late, and the others soon after it."""
 _FORGOTTEN = 0.98
 """Factor of the time of compressing for each object that it was too long for: later it is tried again."""
 
@@ -43,9 +47,9 @@ class Compressing:
         self._how = how
         self._limit = 0.0 if rate_limit is None else 1 / rate_limit
         self._sending, self._since = 0, 0.0
-        # Seconds per byte, None before the first.
-        self._to_send: float | None = None
-        self._to_compress: float | None = None
+        self._encoding, self._encoded = 0, 0.0  # objects that are being compressed; when the last one was
+        self._plain, self._beside = _Pace(), _Pace()  # of sending while nothing is compressed, and beside it
+        self._to_compress: float | None = None  # seconds per byte
 
     async def encode(
         self, data: memoryview, operations: Operations, *, alone: bool, again: bool
@@ -58,19 +62,25 @@ class Compressing:
         if not (again or self._how == "zstd" or (self._how == "auto" and await self._pays(data, operations, alone))):
             return data, ()
         began, end, blocks = time.perf_counter(), 0, list[Block]()
-        for block in blocks_in(data):
-            blocks.append(await operations.call(compress, block, data[end:]))
-            end += blocks[-1].nbytes
-        self._to_compress = _newer(self._to_compress, (time.perf_counter() - began) / len(data))
+        self._encoding += 1
+        try:
+            for block in blocks_in(data):
+                blocks.append(await operations.call(compress, block, data[end:]))
+                end += blocks[-1].nbytes
+        finally:
+            self._encoding -= 1
+            self._encoded = time.perf_counter()
+        now = (self._encoded - began) / len(data)
+        self._to_compress = now if self._to_compress is None else (1 - _NEW) * self._to_compress + _NEW * now
         return data[:end], tuple(blocks)
 
     async def _pays(self, data: memoryview, operations: Operations, alone: bool) -> bool:
-        if self._to_send is None:  # the first objects show how fast the bucket is
+        if self._plain.count < _AT_A_TIME:  # the first objects show how fast the bucket is
             return False
         ratio = await operations.call(sample_ratio, data)
         if ratio > WORTH:
             return False
-        plain, compressing = max(self._to_send, self._limit), self._to_compress or 0.0
+        plain, compressing = max(self._plain.per_byte, self._limit), self._to_compress or 0.0
         # Objects begin at about the same time, and two processors compress: one half of that is hidden by sending.
         if (compressing if alone else compressing / 2) + ratio * plain <= _SOONER * plain:
             return True
@@ -86,14 +96,43 @@ class Compressing:
         try:
             yield
             now = time.perf_counter()  # of those at the same time each counts from the end of the other
-            self._to_send = _newer(self._to_send, (now - self._since) / nbytes)
+            self._measured(now - self._since, nbytes, beside=self._encoding > 0 or self._encoded > self._since)
             self._since = now
         finally:
             self._sending -= 1
 
+    def _measured(self, seconds: float, nbytes: int, *, beside: bool) -> None:
+        """Count an object that was sent. ``beside``: while others were compressed.
 
-def _newer(before: float | None, now: float) -> float:
-    return now if before is None else (1 - _NEW) * before + _NEW * now
+        Compressing takes processors that sending needs: what is sent beside it may be late for that alone, and then is
+        no reason to compress more. So it counts only if the bucket has become faster all the same.
+        """
+        if not beside:
+            self._plain.add(seconds, nbytes)
+            self._beside = _Pace()
+            return
+        self._beside.add(seconds, nbytes)
+        if self._beside.count >= 2 * _AT_A_TIME and self._beside.per_byte < self._plain.per_byte:
+            self._plain = self._beside
+            self._beside = _Pace()
+
+
+class _Pace:
+    """How long sending takes, of the last objects together."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._seconds = self._nbytes = 0.0
+
+    @property
+    def per_byte(self) -> float:
+        """Seconds per byte; of none: 0."""
+        return self._seconds / self._nbytes if self.count else 0.0
+
+    def add(self, seconds: float, nbytes: int) -> None:
+        self.count += 1
+        self._seconds = _OLD * self._seconds + seconds
+        self._nbytes = _OLD * self._nbytes + nbytes
 
 
 def check_compression(value: object) -> None:

@@ -1,12 +1,14 @@
 """What copying to object storage and reading from there costs, beside obstore alone, on a server of this machine.
 
-Run: ``python -m tests.campaign.bucket_speed copy|read|compression [--folder DIR] [--gib 1] [--rounds 3]``; the last one
-also takes ``--weights FILE ...``.
+Run: ``python -m tests.campaign.bucket_speed copy|steps|read|compression [--folder DIR] [--gib 1] [--rounds 3]``; the
+last one also takes ``--weights FILE ...``. ``--server DIR``: the server keeps its files there, on another disk say.
 
 ``copy``: a checkpoint from the moment it is durable until it is in the bucket, ``load`` of it, and ``restore`` into
 live tensors from an empty folder, beside obstore alone putting and getting as many bytes in objects of 32 MiB,
 at 1, 2, 4 and 8 requests at a time, in turns: ``load`` beside getting into new memory, ``restore`` into old; peak
-memory of all three; steps of a training whose checkpoints are copied at a limited rate, beside those that are not.
+memory of all three. And beside obstore with as many bytes in flight as the copy has memory: objects and number of ours.
+``steps``: those of a training whose checkpoints are copied at a limited rate, beside the same one without copies, and
+beside one while another process puts as many bytes with obstore: what the server alone takes of the processors.
 ``read``: requests and bytes for one tensor of 1 MiB; the throughput of 1 to 32 processes that each read one checkpoint.
 ``compression``: ratio and speed on one core, for the weights in a file, these in bfloat16, and the moments of a
 training; the time until a checkpoint of these is in the bucket, at 50 and 200 MB/s and unlimited.
@@ -19,6 +21,7 @@ import argparse
 import asyncio
 import gc
 import os
+import signal
 import statistics
 import tempfile
 import time
@@ -35,6 +38,7 @@ from pccheck_async import Drain, SyncCheckpointEngine, load_sync, open_checkpoin
 from pccheck_async.bucket import coding
 from pccheck_async.bucket.compression import Compression
 from pccheck_async.bucket.obstore_objects import ObstoreObjects
+from pccheck_async.bucket.upload import OBJECT_BYTES
 from tests.support.children import end, fork, in_child
 from tests.support.object_server import BUCKET, environment_for, options_for, served
 
@@ -44,6 +48,9 @@ AT_ONCE = (1, 2, 4, 8)
 READERS = (1, 2, 4, 8, 16, 32)
 HOW: tuple[Compression, ...] = (None, "auto", "zstd")
 RATES = (50_000_000, 200_000_000, None)
+STEPS_RATE = 20_000_000
+AS_MUCH_MEMORY = "put 64 MiB at a time"
+BESIDE = "beside obstore"
 
 
 def made(nbytes: int, parts: int = 64) -> State:
@@ -95,9 +102,10 @@ async def _raw(store: Any, objects: list[memoryview], at_once: int, how: Literal
     async def one(number: int, view: memoryview) -> None:
         async with places:
             if how == "put":
-                await obstore.put_async(store, f"raw/{number}", view, use_multipart=False)
+                await obstore.put_async(store, f"raw/{len(view)}/{number}", view, use_multipart=False)
                 return
-            data = memoryview(await obstore.get_range_async(store, f"raw/{number}", start=0, length=len(view)))
+            key = f"raw/{len(view)}/{number}"
+            data = memoryview(await obstore.get_range_async(store, key, start=0, length=len(view)))
             if how == "get new":
                 view = memoryview(torch.empty(len(data), dtype=torch.uint8).numpy())  # type: ignore[arg-type]
                 found.append(view)
@@ -115,7 +123,10 @@ def copy(folder: Path, options: dict[str, Any], nbytes: int, rounds: int) -> dic
         client_options={"allow_http": True, "timeout": "1h"},
     )
     memory = torch.rand(nbytes // 4).view(torch.uint8).numpy()
-    objects = [memoryview(memory[at : at + OBJECT]) for at in range(0, nbytes, OBJECT)]  # type: ignore[arg-type]
+    objects, small = (
+        [memoryview(memory[at : at + size]) for at in range(0, nbytes, size)]  # type: ignore[arg-type]
+        for size in (OBJECT, OBJECT_BYTES)
+    )
     state, times = made(nbytes), dict[str, list[float]]()
 
     def add(name: str, value: float) -> None:
@@ -137,6 +148,7 @@ def copy(folder: Path, options: dict[str, Any], nbytes: int, rounds: int) -> dic
             change(state)
             ours("copy", partial(until_remote, engine, state, number))
             raw("put")
+            add(AS_MUCH_MEMORY, timed(lambda: asyncio.run(_raw(store, small, 4, "put"))))
             ours("load", lambda: timed(lambda: load_sync(url)), nbytes)
             raw("get new")
             if not number:
@@ -148,10 +160,28 @@ def copy(folder: Path, options: dict[str, Any], nbytes: int, rounds: int) -> dic
     return times
 
 
+# -- steps
+
+
+def put_for_ever(options: dict[str, Any]) -> None:
+    """Put objects of the drain's size with obstore, at its rate."""
+    from obstore.store import from_url
+
+    config = {name: value for name, value in options.items() if name != "allow_http"}
+    store = from_url(f"s3://{BUCKET}", config=config, client_options={"allow_http": True})
+    data = memoryview(torch.rand(OBJECT_BYTES // 4).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    while True:
+        begun = time.monotonic()
+        store.put("beside", data, use_multipart=False)
+        time.sleep(max(0.0, begun + len(data) / STEPS_RATE - time.monotonic()))
+
+
 def train(folder: Path, options: dict[str, Any], rounds: int) -> dict[str, list[float]]:
-    """Time the same steps of two trainings, with a drain at a limited rate and without, in turns."""
+    """Time the same steps of three trainings, in turns."""
     torch.set_num_threads(1)
     times = dict[str, list[float]]()
+    other = fork(lambda: put_for_ever(options))
+    os.kill(other, signal.SIGSTOP)
 
     def trained(name: str, drain: Drain | None) -> Callable[[], float]:
         model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(6)])
@@ -173,13 +203,19 @@ def train(folder: Path, options: dict[str, Any], rounds: int) -> dict[str, list[
 
         return steps
 
-    limited = Drain(f"s3://{BUCKET}/limited", options=options, rate_limit=20_000_000)
-    ways = {"drained": trained("drained", limited), "not drained": trained("not", None)}
-    for number in range(rounds + 1):
-        for name in sorted(ways, reverse=bool(number % 2)):
-            taken = ways[name]()
-            if number:
-                times.setdefault(name, []).append(taken)
+    limited = Drain(f"s3://{BUCKET}/limited", options=options, rate_limit=STEPS_RATE)
+    ways = {name: trained(name, limited if name == "drained" else None) for name in ("drained", "not drained", BESIDE)}
+    try:
+        for number in range(rounds + 1):
+            for name in sorted(ways, reverse=bool(number % 2)):
+                if name == BESIDE:
+                    os.kill(other, signal.SIGCONT)
+                taken = ways[name]()
+                os.kill(other, signal.SIGSTOP)
+                if number:
+                    times.setdefault(name, []).append(taken)
+    finally:
+        end(other)
     return times
 
 
@@ -324,30 +360,36 @@ def best_of(times: dict[str, list[float]], kind: str) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("copy", "read", "compression"))
+    parser.add_argument("what", choices=("copy", "steps", "read", "compression"))
     parser.add_argument("--folder", default=None)
+    parser.add_argument("--server", default=None)
     parser.add_argument("--gib", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--weights", type=Path, nargs="+", help="torch files of floating-point tensors")
     args = parser.parse_args()
     nbytes = int(args.gib * (1 << 30))
-    with tempfile.TemporaryDirectory(dir=args.folder) as name:
-        folder = Path(name)
-        (folder / "server").mkdir()
-        with served(folder / "server") as port:
+    with (
+        tempfile.TemporaryDirectory(dir=args.folder) as own,
+        tempfile.TemporaryDirectory(dir=args.server or args.folder) as server,
+    ):
+        folder = Path(own)
+        with served(Path(server)) as port:
             options = options_for(port)
             os.environ |= environment_for(port)
             if args.what == "copy":
                 times = in_child(partial(copy, folder, options, nbytes, args.rounds))
                 tell(times)
-                for ours, theirs in (("copy", "put by"), ("load", "get new by"), ("restore", "get by")):
+                compared = (("copy", "put by"), ("copy", AS_MUCH_MEMORY), ("load", "get new by"), ("restore", "get by"))
+                for ours, theirs in compared:
                     best = best_of(times, theirs)
                     ratios = [one / other for one, other in zip(best, times[ours], strict=True)]
-                    print(summary(f"{ours}: throughput over obstore's best", ratios), flush=True)
-                times = in_child(partial(train, folder, options, 4 * args.rounds))
+                    print(summary(f"{ours}: throughput over obstore's best, {theirs}", ratios), flush=True)
+            elif args.what == "steps":
+                times = in_child(partial(train, folder, options, args.rounds))
                 tell(times)
-                pairs = zip(times["drained"], times["not drained"], strict=True)
-                print(summary("steps with a drain over without", [one / other for one, other in pairs]))
+                for name in ("drained", BESIDE):
+                    pairs = zip(times[name], times["not drained"], strict=True)
+                    print(summary(f"steps {name} over not drained", [one / other for one, other in pairs]))
             elif args.what == "read":
                 url = f"s3://{BUCKET}/large"
                 in_child(partial(save, folder / "large", url, options, nbytes))

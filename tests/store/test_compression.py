@@ -400,6 +400,45 @@ def test_auto_compresses_while_the_upload_ends_sooner(
     assert was[3:].count(compressed) >= 8  # another try after some time is no fault
 
 
+@pytest.mark.parametrize("faster", [False, True])
+def test_sending_that_compressing_makes_slow_is_no_reason_to_compress(
+    monkeypatch: pytest.MonkeyPatch, faster: bool
+) -> None:
+    """``faster``: the bucket is slow at first, and then so fast that compressing does not pay, beside it or not."""
+    clock = Clock()
+    monkeypatch.setattr(compression, "time", clock)
+
+    def compressing(block: memoryview, into: memoryview) -> Block:
+        clock.now += len(block) / 6e8
+        return compress(block, into)
+
+    monkeypatch.setattr(compression, "compress", compressing)
+    plain = bytes_of(weights(torch.bfloat16, 1 << 16))
+
+    async def run() -> list[bool]:
+        auto, operations = Compressing("auto"), PythonOperations(io_threads=1, copy_threads=1)
+
+        async def encode() -> tuple[int, bool]:
+            data, blocks = await auto.encode(memoryview(bytearray(plain)), operations, alone=False, again=False)
+            return len(data), bool(blocks)
+
+        was, (nbytes, coded) = list[bool](), await encode()
+        for number in range(40):  # an object is compressed while the one before it is sent
+            was.append(coded)
+            with auto.sending(nbytes):
+                sent, began = nbytes, clock.now
+                nbytes, coded = await encode()
+                network = (4e8 if number >= 10 else 5e7) if faster else (1e8 if coded else 4e8)
+                clock.now = max(clock.now, began + sent / network)
+        await operations.close()
+        return was
+
+    was = asyncio.run(run())
+    if faster:
+        assert all(was[6:10])
+    assert sum(was[-15:]) <= 2  # another try after some time is no fault
+
+
 def test_auto_leaves_what_does_not_get_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(compression, "time", clock)
