@@ -6,13 +6,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from pccheck_async.bucket.coding import WORTH, Block, blocks_in, compress, sample_ratio
 from pccheck_async.bucket.objects import INSTALL, RefusedError
 from pccheck_async.transfer.operations import Operations
 
-__all__ = ["Compressing", "Compression", "check_compression"]
+__all__ = ["Compressed", "Compressing", "Compression", "check_compression"]
 
 Compression: TypeAlias = Literal["auto", "zstd"] | None
 _SOONER = 0.9
@@ -27,12 +27,32 @@ _FORGOTTEN = 0.98
 """Factor of the time of compressing for each object that it was too long for: later it is tried again."""
 
 
+class Compressed(NamedTuple):
+    """An object that was compressed.
+
+    Attributes:
+        plain: The digest of its bytes before that.
+        digits: The digest of its bytes.
+        nbytes: Its size in bytes.
+        blocks: Its blocks.
+    """
+
+    plain: str
+    digits: str
+    nbytes: int
+    blocks: tuple[Block, ...]
+
+
 class Compressing:
     """Compresses the objects that one process uploads, several at the same time. Used on one loop.
 
     Args:
         how: "zstd": every object; "auto": while it makes the upload end sooner; None: none.
         rate_limit: Most bytes per second that are sent; None: no limit.
+
+    Attributes:
+        last: The newest compressed object of each rank and number. While its bytes stay the same it need not be
+            compressed again to be found in the bucket; once they change, nothing speaks for compressing it again.
 
     Raises ValueError: ``how`` is another one; RefusedError: zstandard is not installed.
     """
@@ -50,6 +70,7 @@ class Compressing:
         self._encoding, self._encoded = 0, 0.0  # objects that are being compressed; when the last one was
         self._plain, self._beside = _Pace(), _Pace()  # of sending while nothing is compressed, and beside it
         self._to_compress: float | None = None  # seconds per byte
+        self.last = dict[tuple[int, int], Compressed]()
 
     async def encode(
         self, data: memoryview, operations: Operations, *, alone: bool, again: bool

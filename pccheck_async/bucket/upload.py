@@ -10,7 +10,7 @@ import msgspec
 from msgspec.structs import replace
 
 from pccheck_async.bucket.coding import Block
-from pccheck_async.bucket.compression import Compressing
+from pccheck_async.bucket.compression import Compressed, Compressing
 from pccheck_async.bucket.names import data_key, data_name, digest, found_again
 from pccheck_async.bucket.objects import Data, Objects
 from pccheck_async.bucket.owner import Owner, read_index
@@ -52,12 +52,13 @@ class Draft:
         rank: The rank whose part it is.
 
     Attributes:
+        rank: The rank whose part it is.
         sent: Bytes that were uploaded, without those that the bucket had already.
         total: Bytes of all objects of the draft so far.
     """
 
     def __init__(self, objects: Objects, target: int, adoptable: Mapping[str, int], rank: int = 0) -> None:
-        self._bucket, self._target, self._rank = objects, target, rank
+        self._bucket, self._target, self.rank = objects, target, rank
         self._there = dict[tuple[str, int], str]()
         self._sizes: dict[int, int] = {}
         self._find(adoptable)
@@ -71,7 +72,7 @@ class Draft:
 
     def _find(self, objects: Mapping[str, int]) -> None:
         """Add objects that the bucket has, given with their sizes in bytes, to those that the draft may name."""
-        found = found_again(objects, self._rank)
+        found = found_again(objects, self.rank)
         self._there |= found
         self._sizes |= {name.number: nbytes for (_, nbytes), key in found.items() if (name := data_name(key))}
 
@@ -89,7 +90,7 @@ class Draft:
         Only what the bucket lists: if something else has deleted an object, it is uploaded again. Raises ReadError,
         RefusedError.
         """
-        part = next((part for part in live if part.rank == self._rank), None)
+        part = next((part for part in live if part.rank == self.rank), None)
         try:
             sizes = {} if part is None else (await read_index(self._bucket, part)).sizes
         except CorruptStoreError:
@@ -107,11 +108,16 @@ class Draft:
         """
         self._objects[number] = await self._put(number, data, digits), nbytes or len(data), blocks
 
+    def name(self, number: int, digits: str, stored: int, nbytes: int, blocks: tuple[Block, ...]) -> None:
+        """Name an object of ``stored`` bytes that the bucket has (:meth:`has`); the others are as for :meth:`send`."""
+        self.total += stored
+        self._objects[number] = self._there[digits, stored], nbytes, blocks
+
     async def _put(self, number: int, data: Data, digits: str) -> str:
         self.total += len(data)
         if (key := self._there.get((digits, len(data)))) is not None:
             return key
-        key = data_key(self._target, self._rank, number, digits)
+        key = data_key(self._target, self.rank, number, digits)
         await self._bucket.put(key, data)
         self._there[digits, len(data)], self._sizes[number] = key, len(data)
         self.sent += len(data)
@@ -179,10 +185,18 @@ async def send_part(
         number, nbytes, data = run.first, len(view), view
         blocks: tuple[Block, ...] = ()
         digits = await operations.call(digest, data)
+        last = compressing.last.get((draft.rank, number))
+        unchanged = last is not None and last.plain == digits
+        if last is not None and unchanged and draft.has(last.digits, last.nbytes):
+            draft.name(number, last.digits, last.nbytes, nbytes, last.blocks)
+            advance(nbytes)
+            return
         if not draft.has(digits, nbytes):
-            again = draft.was_compressed(number, nbytes)
+            again = draft.was_compressed(number, nbytes) and (last is None or unchanged)
             data, blocks = await compressing.encode(data, operations, alone=alone, again=again)
-            digits = await operations.call(digest, data) if blocks else digits
+            if blocks:
+                plain, digits = digits, await operations.call(digest, data)
+                compressing.last[draft.rank, number] = Compressed(plain, digits, len(data), blocks)
         if draft.has(digits, len(data)):
             await draft.send(number, data, digits, nbytes, blocks)
         else:

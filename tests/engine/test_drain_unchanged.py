@@ -14,7 +14,8 @@ pytest.importorskip("obstore")
 import torch
 
 from pccheck_async import Drain, Group, StorageOptions, SyncCheckpointEngine
-from pccheck_async.bucket import upload
+from pccheck_async.bucket import compression, upload
+from pccheck_async.bucket.coding import Block, compress
 from pccheck_async.bucket.names import commit_number, data_name
 from tests.support.lying_objects import LyingObjects, record_of, use_in_drains
 from tests.support.thread_ranks import on_ranks
@@ -76,6 +77,58 @@ def test_only_what_changed_is_sent(tmp_path: Path, lying: LyingObjects, compress
         assert found is not None
         assert (found.step, found.source) == (5, "remote")
         check(restored, 5)
+
+
+def test_what_did_not_change_is_not_compressed_again(
+    tmp_path: Path, lying: LyingObjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Except once by the next run, which does not know the bytes before compression."""
+    count = 0
+
+    def counting(block: memoryview, into: memoryview) -> Block:
+        nonlocal count
+        count += 1
+        return compress(block, into)
+
+    monkeypatch.setattr(compression, "compress", counting)
+    settings: dict[str, Any] = {"drain": drain(compression="zstd"), "storage": OPTIONS, "save_last": False}
+    counts = []
+    for first in (1, 4):
+        with SyncCheckpointEngine(tmp_path / "run", **settings) as engine:
+            engine.restore(state(0))
+            for step in range(first, first + 3):
+                before = count
+                engine.checkpoint(state(step), step=step).wait_reached("remote", 30)
+                counts.append(count - before)
+    assert counts == [FROZEN + 1, 1, 1] * 2
+    with SyncCheckpointEngine(tmp_path / "other", **settings) as engine:
+        engine.restore(restored := state(0))
+        check(restored, 6)
+
+
+def test_what_changed_is_compressed_only_if_it_pays_then(
+    tmp_path: Path, lying: LyingObjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pays = True
+
+    async def decided(*_: object) -> bool:
+        return pays
+
+    monkeypatch.setattr(compression.Compressing, "_pays", decided)
+    settings: dict[str, Any] = {"drain": drain(compression="auto"), "storage": OPTIONS, "save_last": False}
+    saved, stored = {}, []
+    with SyncCheckpointEngine(tmp_path / "run", **settings) as engine:
+        for step in range(1, 4):
+            seeded = torch.Generator().manual_seed(0 if step == 2 else step)
+            saved = {"frozen": state(0)["frozen"], "trained": torch.randn(MIB // 4, generator=seeded)}
+            engine.checkpoint(saved, step=step).wait_reached("remote", 30)
+            stored.append([len(lying.stored[key]) for key in sent(lying)[:-1]])
+            pays = False
+    assert all(nbytes < MIB for nbytes in stored[0])
+    assert stored[1:] == [[MIB], [MIB]]  # and what did not change keeps its name
+    with SyncCheckpointEngine(tmp_path / "other", **settings) as engine:
+        engine.restore(restored := {name: torch.zeros_like(each) for name, each in saved.items()})
+        assert all(torch.equal(restored[name], each) for name, each in saved.items())
 
 
 def test_what_something_else_deleted_is_sent_again(tmp_path: Path, lying: LyingObjects) -> None:

@@ -222,7 +222,7 @@ def reuse_any(patch: Patch) -> None:
     async def name_again(self: upload.Draft, live: Any) -> None:
         for key, nbytes in await self._bucket.list(DATA):
             if target_of(key) < self._target:
-                self._there |= found_again({key: nbytes}, self._rank)
+                self._there |= found_again({key: nbytes}, self.rank)
 
     patch.setattr(upload.Draft, "name_again", name_again)
 
