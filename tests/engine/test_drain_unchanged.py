@@ -131,10 +131,12 @@ def test_what_changed_is_compressed_only_if_it_pays_then(
         assert all(torch.equal(restored[name], each) for name, each in saved.items())
 
 
-def test_what_something_else_deleted_is_sent_again(tmp_path: Path, lying: LyingObjects) -> None:
-    with SyncCheckpointEngine(tmp_path / "run", drain=drain(), storage=OPTIONS, save_last=False) as engine:
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_what_something_else_deleted_is_sent_again(tmp_path: Path, lying: LyingObjects, compression: Any) -> None:
+    settings: dict[str, Any] = {"drain": drain(compression=compression), "storage": OPTIONS, "save_last": False}
+    with SyncCheckpointEngine(tmp_path / "run", **settings) as engine:
         engine.checkpoint(state(1), step=1).wait_reached("remote", 30)
-        objects = sorted(sent(lying), key=lambda key: len(lying.stored[key]))[1:]
+        objects = sorted(sent(lying), key=lambda key: len(lying.stored[key]))[-2:]
         del lying.stored[objects[0]]
         lying.stored[objects[1]] = lying.stored[objects[1]][:-1]
         engine.checkpoint(state(2), step=2).wait_reached("remote", 30)
