@@ -54,7 +54,6 @@ class Draft:
     Attributes:
         rank: The rank whose part it is.
         sent: Bytes that were uploaded, without those that the bucket had already.
-        total: Bytes of all objects of the draft so far.
     """
 
     def __init__(self, objects: Objects, target: int, adoptable: Mapping[str, int], rank: int = 0) -> None:
@@ -63,7 +62,7 @@ class Draft:
         self._sizes: dict[int, int] = {}
         self._find(adoptable)
         self._objects: dict[int, tuple[str, int, tuple[Block, ...]]] = {}
-        self.sent = self.total = 0
+        self.sent = 0
 
     @classmethod
     def of(cls, owner: Owner, rank: int = 0) -> Draft:
@@ -110,11 +109,9 @@ class Draft:
 
     def name(self, number: int, digits: str, stored: int, nbytes: int, blocks: tuple[Block, ...]) -> None:
         """Name an object of ``stored`` bytes that the bucket has (:meth:`has`); the others are as for :meth:`send`."""
-        self.total += stored
         self._objects[number] = self._there[digits, stored], nbytes, blocks
 
     async def _put(self, number: int, data: Data, digits: str) -> str:
-        self.total += len(data)
         if (key := self._there.get((digits, len(data)))) is not None:
             return key
         key = data_key(self._target, self.rank, number, digits)
